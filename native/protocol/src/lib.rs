@@ -1,0 +1,1 @@
+//! Frames and records between node and agent (docs/internals/protocol.md).

@@ -1,0 +1,1 @@
+"""Shared words: ids, specs, states, errors, limits, units, clock. No I/O."""

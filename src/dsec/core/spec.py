@@ -1,0 +1,127 @@
+"""What a caller asks for: one sandbox, described as plain data and valid once built."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any
+
+import msgspec
+
+from dsec.core import limits
+from dsec.core.errors import InvalidArgumentError, LimitError
+from dsec.core.ids import parse_name
+
+
+class Substrate(enum.StrEnum):
+    FNCALL = "fncall"
+    CONTAINER = "container"
+    MICROVM = "microvm"
+    FULLVM = "fullvm"
+    FAKE = "fake"  # in-memory; for tests and simulation, refused by a node that is not told to offer it
+
+
+class NetworkMode(enum.StrEnum):
+    NONE = "none"  # own namespace with nothing but loopback
+    PROXIED = "proxied"
+    ROUTED = "routed"
+
+
+class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a sandbox starts from: a base, and optionally a workspace and toolkits above it, each by name."""
+
+    base: str
+    workspace: str | None = None
+    toolkits: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in self.names():
+            parse_name(name, "environment name")
+        if len(self.names()) > limits.LOWERS_MAX:
+            raise LimitError(f"an environment has at most {limits.LOWERS_MAX} layers, not {len(self.names())}")
+
+    def names(self) -> tuple[str, ...]:
+        """Lowest first."""
+        return (self.base, *([self.workspace] if self.workspace else []), *self.toolkits)
+
+
+class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One sandbox as asked for. Sizes in bytes, durations in seconds; None means "none"."""
+
+    environment: Environment
+    substrate: Substrate = Substrate.CONTAINER
+    cpu: float = 1.0  # cores
+    memory_bytes: int = limits.GIB
+    disk_bytes: int = 10 * limits.GIB
+    pids_max: int = 1024
+    network: NetworkMode = NetworkMode.NONE
+    env: dict[str, str] = {}
+    user: str | None = None  # default of its execs: "name", "uid", "name:group" or "uid:gid"
+    workdir: str | None = None  # default of its execs
+    labels: dict[str, str] = {}
+    name: str | None = None
+    ttl_running_s: float | None = None
+    ttl_idle_s: float | None = None
+    privilege_gain: bool = False  # True drops no_new_privs, for images that need sudo (ruling 15)
+    keepalive: bool = False  # background processes count against idleness (ruling 18)
+
+    def __post_init__(self) -> None:
+        _within("cpu", self.cpu, limits.CPU_MIN, limits.CPU_MAX, "cores")
+        _within("memory", self.memory_bytes, limits.MEMORY_BYTES_MIN, limits.MEMORY_BYTES_MAX, "bytes")
+        _within("disk", self.disk_bytes, limits.DISK_BYTES_MIN, limits.DISK_BYTES_MAX, "bytes")
+        _within("pids", self.pids_max, limits.PIDS_MIN, limits.PIDS_MAX, "processes")
+        for what, ttl in (("ttl_running_s", self.ttl_running_s), ("ttl_idle_s", self.ttl_idle_s)):
+            if ttl is not None:
+                _within(what, ttl, 0.001, limits.TTL_S_MAX, "seconds")
+        if self.name is not None:
+            parse_name(self.name, "sandbox name")
+        check_env(self.env)
+        check_labels(self.labels)
+        if self.workdir is not None:
+            check_path(self.workdir, "workdir")
+            if not self.workdir.startswith("/"):
+                raise InvalidArgumentError(f"workdir must be absolute, and is {self.workdir[:80]!r}")
+        if self.user is not None and (not self.user or len(self.user) > 255 or "\0" in self.user):
+            raise InvalidArgumentError("user must be 1 to 255 characters without NUL")
+
+
+def _within(what: str, value: Any, low: float, high: float, unit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidArgumentError(f"{what} must be a number of {unit}, not {value!r}")
+    if not low <= value <= high:
+        raise LimitError(f"{what} must be between {low:g} and {high:g} {unit}, and is {value:g}")
+
+
+def check_env(env: dict[str, str]) -> None:
+    """Raises InvalidArgumentError or LimitError unless every variable can be given to execve."""
+    if len(env) > limits.ENV_ITEMS_MAX:
+        raise LimitError(f"at most {limits.ENV_ITEMS_MAX} environment variables, not {len(env)}")
+    for key, value in env.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise InvalidArgumentError(f"environment variable {str(key)[:40]!r} must map text to text")
+        if not key or "=" in key or "\0" in key or "\0" in value:
+            raise InvalidArgumentError(f"environment variable {key[:40]!r} is empty or holds '=' or NUL")
+
+
+def check_labels(labels: dict[str, str]) -> None:
+    if len(labels) > limits.LABELS_MAX:
+        raise LimitError(f"at most {limits.LABELS_MAX} labels, not {len(labels)}")
+    for key, value in labels.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise InvalidArgumentError(f"label {str(key)[:40]!r} must map text to text")
+        if not key or len(key.encode()) > limits.LABEL_KEY_BYTES_MAX:
+            raise LimitError(f"label key {key[:40]!r} must be 1 to {limits.LABEL_KEY_BYTES_MAX} bytes")
+        if len(value.encode()) > limits.LABEL_VALUE_BYTES_MAX:
+            raise LimitError(f"label {key!r} must be at most {limits.LABEL_VALUE_BYTES_MAX} bytes")
+
+
+def check_path(path: str | bytes, what: str = "path") -> bytes:
+    """`path` as bytes for the agent. Raises InvalidArgumentError or LimitError; says nothing about existence."""
+    if not isinstance(path, (str, bytes)):
+        raise InvalidArgumentError(f"{what} must be text or bytes, not {type(path).__name__}")
+    raw = path.encode("utf-8", "surrogateescape") if isinstance(path, str) else path
+    if not raw or b"\0" in raw:
+        raise InvalidArgumentError(f"{what} must not be empty and must not hold NUL")
+    if len(raw) > limits.PATH_BYTES_MAX:
+        raise LimitError(f"{what} has {len(raw)} bytes; the most is {limits.PATH_BYTES_MAX}")
+    return raw

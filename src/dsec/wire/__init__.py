@@ -1,0 +1,1 @@
+"""Contracts between processes, and the only decoder."""

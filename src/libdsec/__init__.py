@@ -1,0 +1,1 @@
+"""The published client names, on top of `dsec`."""
