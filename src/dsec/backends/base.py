@@ -1,0 +1,157 @@
+"""What every backend offers. Exec, sessions and files are not theirs: the agent speaks them over the channel."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dsec.core.ids import NodeId, SandboxId
+from dsec.core.spec import NetworkMode, SandboxSpec, Substrate
+from dsec.core.states import EndCause
+
+
+class Keeps(enum.StrEnum):
+    """What a snapshot or fork carries over (ruling 20)."""
+
+    NOTHING = "nothing"  # the ability is absent
+    DISK = "disk"
+    DISK_MEMORY = "disk+memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What instances of a backend can do on this host. An ability not listed raises UnsupportedError."""
+
+    substrate: Substrate
+    networks: frozenset[NetworkMode]
+    pause: bool = False
+    snapshot: Keeps = Keeps.NOTHING
+    fork: Keeps = Keeps.NOTHING
+    survives_node: bool = False  # instances run on while the node daemon is away
+    memory_limit: bool = False
+    cpu_limit: bool = False
+    pids_limit: bool = False
+    disk_limit: str | None = None  # mechanism: "tmpfs", "btrfs", … ; None: not enforced
+    resource_view: str = "host"  # live | static | host (ruling 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Can this host do it; if not, why, in words for a person. Tests skip with that reason."""
+
+    usable: bool
+    reason: str = ""
+    hint: str | None = None
+    facts: dict[str, str] = field(default_factory=dict)  # shown by doctor: mechanism → what was found
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One read-only layer on this node's disk."""
+
+    digest: str
+    kind: str  # "erofs" | "directory"
+    meta: str  # image file, or the directory
+    blob: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """One instance as a backend gets it: the environment is resolved, defaults are filled in."""
+
+    id: SandboxId
+    node: NodeId
+    spec: SandboxSpec
+    layers: tuple[Layer, ...]  # lowest first
+    env: dict[str, str]  # environment's and spec's, merged
+    user: str | None
+    workdir: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceUsage:
+    """None: this host cannot tell."""
+
+    cpu_s: float | None = None
+    memory_bytes: int | None = None
+    memory_peak_bytes: int | None = None
+    oom_kills: int | None = None
+    pids: int | None = None
+    disk_used_bytes: int | None = None
+    cpu_pressure_s: float | None = None
+    memory_pressure_s: float | None = None
+    frozen_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceExit:
+    cause: EndCause
+    detail: str = ""
+
+
+class Instance(Protocol):
+    """A running instance. Only the node's supervisor calls these, one at a time but for `wait` and `usage`."""
+
+    @property
+    def id(self) -> SandboxId: ...
+
+    @property
+    def record(self) -> bytes:
+        """Plain data from which `adopt` and `discard` work after a restart of the node."""
+        ...
+
+    async def connect(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
+        """A new byte channel to the agent; it supersedes the one of before. Raises SandboxFaultError."""
+        ...
+
+    async def usage(self) -> InstanceUsage: ...
+
+    async def pause(self, *, deadline_s: float) -> None:
+        """Nothing inside runs afterwards. Raises FreezeTimeoutError, and then everything runs on."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def snapshot(self, target: str) -> None:
+        """Raises UnsupportedError where capabilities say so."""
+        ...
+
+    async def wait(self) -> InstanceExit:
+        """Returns when the agent has ended, however that came. Several may wait."""
+        ...
+
+    async def destroy(self) -> None:
+        """Nothing is left on the host: process, mount, cgroup, id range, file. May be called at any time, twice."""
+        ...
+
+
+Intend = Callable[[bytes], Awaitable[None]]
+"""Awaited by `create` with the instance's record before anything on the host is touched; durable when it returns."""
+
+
+class Backend(Protocol):
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def probe(self) -> Probe:
+        """Tried, not inferred; cached by the backend for its lifetime."""
+        ...
+
+    async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> Instance:
+        """Something running and reachable; or raises LaunchError (step named) and nothing is left on the host."""
+        ...
+
+    async def adopt(self, id: SandboxId, record: bytes) -> Instance:
+        """The instance of a journalled record, still running. Raises GoneError with the cause if it is not."""
+        ...
+
+    async def discard(self, id: SandboxId, record: bytes) -> None:
+        """Remove whatever of a recorded instance is on the host, running or half made. Idempotent."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the backend holds in this process. Instances that survive the node run on."""
+        ...

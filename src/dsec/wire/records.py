@@ -1,0 +1,386 @@
+"""Records that callers see: the bodies of the API, and what a node answers.
+
+Requests refuse unknown fields; what comes back ignores them. Times are seconds since the epoch, durations seconds,
+sizes bytes. `bytes` fields are base64 in JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dsec.core import limits
+from dsec.core.errors import InvalidArgumentError, LimitError
+from dsec.core.ids import parse_exec_id, parse_name
+from dsec.core.spec import SandboxSpec, check_env, check_path
+
+
+class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox as its owner sees it. Ended ones stay readable for a day (tombstone, ruling 24)."""
+
+    id: str
+    state: str  # core.states.SandboxState
+    node: str
+    substrate: str
+    environment: str  # names, lowest first, joined by "+"
+    project: str
+    created_at: float
+    cpu: float
+    memory_bytes: int
+    disk_bytes: int
+    pids_max: int
+    network: str
+    name: str | None = None
+    labels: dict[str, str] = {}
+    user: str | None = None
+    workdir: str | None = None
+    ttl_running_s: float | None = None
+    ttl_idle_s: float | None = None
+    idle_since: float | None = None  # None: busy now
+    incarnation: int = 1
+    execs_live: int = 0
+    ended_at: float | None = None
+    cause: str | None = None  # core.states.EndCause, once ended
+    cause_detail: str | None = None
+    create_ms: float | None = None  # from admission to the agent's hello
+    usage: Usage | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Use since creation, for the owner's account (ruling 34)."""
+
+    cpu_s: float = 0.0
+    memory_gib_s: float = 0.0
+    frozen_s: float = 0.0
+    lived_s: float = 0.0
+
+
+class Metrics(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox now. None: this host cannot tell."""
+
+    at: float
+    cpu_s: float | None = None
+    memory_bytes: int | None = None
+    memory_peak_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    oom_kills: int | None = None
+    pids: int | None = None
+    pids_limit: int | None = None
+    disk_used_bytes: int | None = None
+    disk_limit_bytes: int | None = None
+    cpu_pressure_s: float | None = None  # PSI "some" total
+    memory_pressure_s: float | None = None
+    execs_live: int = 0
+    output_recorded_bytes: int = 0
+    output_dropped_bytes: int = 0
+
+
+class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    spec: SandboxSpec
+    timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s <= limits.CREATE_TIMEOUT_S_MAX:
+            raise LimitError(f"timeout_s must be above 0 and at most {limits.CREATE_TIMEOUT_S_MAX:g}")
+
+
+class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Create `count` sandboxes alike. Item i has the idempotency key `<key>/<i>`."""
+
+    spec: SandboxSpec
+    count: int
+    timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= limits.BATCH_ITEMS_MAX:
+            raise LimitError(f"count must be between 1 and {limits.BATCH_ITEMS_MAX}, and is {self.count}")
+        if self.spec.name is not None and self.count > 1:
+            raise InvalidArgumentError("a batch cannot give one name to several sandboxes", hint="use labels")
+
+
+class BatchItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the answer: exactly one of `sandbox` and `error` (an ErrorBody)."""
+
+    index: int
+    sandbox: Sandbox | None = None
+    error: dict[str, Any] | None = None
+
+
+class SandboxPage(msgspec.Struct, frozen=True):
+    sandboxes: list[Sandbox] = []
+    next: str | None = None  # cursor for the next page
+
+
+class ListQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    labels: dict[str, str] = {}
+    name: str | None = None
+    states: list[str] = []  # empty: all that have not ended
+    limit: int = limits.LIST_PAGE_DEFAULT
+    cursor: str | None = None
+
+
+class TtlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Replaces both times to live; None = none. `ttl_running_s` counts from now."""
+
+    ttl_running_s: float | None = None
+    ttl_idle_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for ttl in (self.ttl_running_s, self.ttl_idle_s):
+            if ttl is not None and not 0.001 <= ttl <= limits.TTL_S_MAX:
+                raise LimitError(f"a time to live must be between 0.001 and {limits.TTL_S_MAX:g} seconds")
+
+
+class SandboxRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+
+
+# ---- execs ---------------------------------------------------------------------------------------
+
+
+class TtySize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    cols: int = 80
+    rows: int = 24
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.cols <= 65_535 and 1 <= self.rows <= 65_535):
+            raise InvalidArgumentError(f"a terminal of {self.cols} by {self.rows}")
+
+
+class ExecRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Exactly one of argv, argv_bytes and shell. The caller chooses the id: the same id never runs twice."""
+
+    id: str
+    argv: list[str] | None = None
+    argv_bytes: list[bytes] | None = None  # for arguments that are not UTF-8
+    shell: str | None = None
+    cwd: str | None = None
+    env: dict[str, str] = {}
+    user: str | None = None
+    stdin: bool = False  # True: stays open until the caller closes it
+    stdin_data: bytes | None = None  # given whole, then end-of-file; not together with stdin
+    tty: TtySize | None = None
+    timeout_s: float | None = None
+    grace_s: float = limits.EXEC_GRACE_S_DEFAULT
+    output_bytes_max: int | None = None  # the exec is killed above it, cause output_budget
+    record_bytes_max: int = limits.EXEC_OUTPUT_BYTES_DEFAULT  # kept by the node: head and tail, the middle dropped
+    merge_stderr: bool = False
+    rlimits: dict[str, int] = {}
+    session: str | None = None
+    secrets: dict[str, str] = {}  # environment that is written nowhere: no journal, log, event or record
+    wait_s: float | None = None  # answer when it has ended, or after this long, with the output so far
+
+    def __post_init__(self) -> None:
+        parse_exec_id(self.id)
+        given = [x for x in (self.argv, self.argv_bytes, self.shell) if x is not None]
+        if len(given) != 1:
+            raise InvalidArgumentError("exactly one of argv, argv_bytes and shell must be given")
+        if self.shell is None:
+            self._check_argv(self.argv if self.argv is not None else self.argv_bytes or [])
+        elif "\0" in self.shell:
+            raise InvalidArgumentError("the command holds NUL")
+        check_env(self.env)
+        check_env(self.secrets)
+        if len(self.secrets) > limits.SECRETS_MAX:
+            raise LimitError(f"at most {limits.SECRETS_MAX} secrets")
+        self._check_sizes()
+        self._check_numbers()
+        if self.cwd is not None:
+            check_path(self.cwd, "cwd")
+        if self.session is not None:
+            parse_name(self.session, "session name")
+            if self.shell is None or self.stdin or self.stdin_data is not None or self.tty is not None or self.user:
+                raise InvalidArgumentError(
+                    "in a session an exec is a shell command without stdin, terminal or user of its own",
+                    hint="the session has its user; use an exec without session for the rest",
+                )
+        if self.stdin and self.stdin_data is not None:
+            raise InvalidArgumentError("stdin and stdin_data exclude each other")
+
+    def _check_argv(self, argv: list[str] | list[bytes]) -> None:
+        if not argv or not argv[0]:
+            raise InvalidArgumentError("argv must not be empty, nor its first item")
+        if len(argv) > limits.ARGV_ITEMS_MAX:
+            raise LimitError(f"argv has {len(argv)} items; the most is {limits.ARGV_ITEMS_MAX}")
+        for item in argv:
+            if ("\0" in item) if isinstance(item, str) else (b"\0" in item):
+                raise InvalidArgumentError("argv holds NUL")
+
+    def _check_sizes(self) -> None:
+        size = len((self.shell or "").encode())
+        size += sum(len(x.encode()) + 1 for x in self.argv or [])
+        size += sum(len(x) + 1 for x in self.argv_bytes or [])
+        size += sum(len(k.encode()) + len(v.encode()) + 2 for d in (self.env, self.secrets) for k, v in d.items())
+        if size > limits.ARGV_BYTES_MAX:
+            raise LimitError(
+                f"command and environment have {size} bytes; the most is {limits.ARGV_BYTES_MAX}",
+                hint="write it to a file in the sandbox and pass the path, or use stdin",
+            )
+
+    def _check_numbers(self) -> None:
+        if self.timeout_s is not None and not 0 < self.timeout_s <= limits.EXEC_TIMEOUT_S_MAX:
+            raise LimitError(f"timeout_s must be above 0 and at most {limits.EXEC_TIMEOUT_S_MAX:g}")
+        if not 0 <= self.grace_s <= limits.EXEC_GRACE_S_MAX:
+            raise LimitError(f"grace_s must be between 0 and {limits.EXEC_GRACE_S_MAX:g}")
+        if not 0 <= self.record_bytes_max <= limits.EXEC_OUTPUT_BYTES_MAX:
+            raise LimitError(f"record_bytes_max must be between 0 and {limits.EXEC_OUTPUT_BYTES_MAX}")
+        if self.output_bytes_max is not None and self.output_bytes_max < 0:
+            raise LimitError("output_bytes_max must not be negative")
+        if self.wait_s is not None and not 0 <= self.wait_s <= limits.WAIT_S_MAX:
+            raise LimitError(f"wait_s must be between 0 and {limits.WAIT_S_MAX:g}")
+
+
+class Gap(msgspec.Struct, frozen=True):
+    """Output that was produced and is no longer to be had: bytes start … end-1 of a channel."""
+
+    channel: int
+    start: int
+    end: int
+
+
+class ExecInfo(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    sandbox: str
+    state: str  # "running" | "ended"
+    command: str = ""  # shortened, for people
+    started_at: float = 0.0
+    ended_at: float | None = None
+    session: str | None = None
+    tty: bool = False
+    status: str | None = None  # exited | signaled | unknown, once ended
+    exit_code: int | None = None
+    signal: int | None = None
+    cause: str | None = None  # timed_out | oom | output_budget | disk_full | agent_lost | node_lost | killed
+    session_ended: bool = False
+    out_bytes: int = 0  # produced
+    err_bytes: int = 0
+    gaps: list[Gap] = []
+    wall_s: float | None = None
+    user_s: float | None = None
+    system_s: float | None = None
+    max_rss_bytes: int | None = None
+
+
+class ExecAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a start. With `wait_s`, and once ended, it carries the output if that fits inline."""
+
+    exec: ExecInfo
+    out: bytes | None = None
+    err: bytes | None = None
+    existing: bool = False
+
+
+class ExecQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    sandbox: str
+    exec: str
+    wait_s: float | None = None  # answer at its end, or after this long
+
+
+class ExecPage(msgspec.Struct, frozen=True):
+    execs: list[ExecInfo] = []
+
+
+class SignalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    signal: int = 15
+    tree: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.signal <= 64:
+            raise InvalidArgumentError(f"there is no signal {self.signal}")
+
+
+class StdinAnswer(msgspec.Struct, frozen=True):
+    offset: int  # bytes of stdin accepted in all: where the next piece begins
+
+
+# ---- sessions ------------------------------------------------------------------------------------
+
+
+class SessionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    shell: str | None = None
+    cwd: str | None = None
+    env: dict[str, str] = {}
+    user: str | None = None
+
+    def __post_init__(self) -> None:
+        parse_name(self.name, "session name")
+        check_env(self.env)
+        for what, path in (("cwd", self.cwd), ("shell", self.shell)):
+            if path is not None:
+                check_path(path, what)
+
+
+class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    pid: int = 0
+    busy: str | None = None
+    existing: bool = False
+
+
+class SessionPage(msgspec.Struct, frozen=True):
+    sessions: list[SessionInfo] = []
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
+    name: str  # bytes that are not UTF-8 are shown as U+FFFD, and `name_bytes` holds the truth
+    kind: str
+    name_bytes: bytes | None = None
+    size: int = 0
+    mode: int = 0
+    uid: int = 0
+    gid: int = 0
+    mtime_ns: int = 0
+    target: str | None = None
+    target_bytes: bytes | None = None
+    nlink: int = 1
+
+
+class FilePage(msgspec.Struct, frozen=True):
+    entries: list[FileInfo] = []
+    after: bytes | None = None  # cursor for the next page
+
+
+class WriteAnswer(msgspec.Struct, frozen=True):
+    bytes: int = 0
+    entries: int = 0
+
+
+class WatchNotice(msgspec.Struct, frozen=True, kw_only=True):
+    kind: str  # created | modified | deleted | moved | attributes | overflow
+    path: str = ""
+    path_bytes: bytes | None = None
+    source: str | None = None
+    source_bytes: bytes | None = None
+    directory: bool = False
+
+
+# ---- the host ------------------------------------------------------------------------------------
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `dsec doctor`."""
+
+    what: str
+    status: str  # ok | degraded | missing
+    detail: str = ""
+    hint: str | None = None
+
+
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
+    node: str
+    version: str
+    findings: list[Finding] = []
+    substrates: dict[str, str] = {}  # substrate → "ok" or the reason why not
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
+    node: str
+    started_at: float
+    sandboxes: int = 0
+    pid: int = 0
