@@ -13,64 +13,64 @@ FRAME_BYTES_MAX: Final = 1 * MIB  # one frame, header after the length included:
 DATA_BYTES_MAX: Final = 256 * KIB  # payload of one DATA frame: keeps streams interleaved
 CREDIT_INITIAL_BYTES: Final = 256 * KIB  # what a sender may send on a new stream before it is granted more
 STREAMS_MAX: Final = 4096  # open streams on one agent channel
-PREAMBLE_SCAN_BYTES_MAX: Final = 2 * MIB  # discarded while looking for the echoed marker
-PREAMBLE_TIMEOUT_S: Final = 5.0
+PREAMBLE_SCAN_BYTES_MAX: Final = 2 * MIB  # discarded before the echoed marker; more than a lost channel has in flight
+PREAMBLE_TIMEOUT_S: Final = 5.0  # an agent that is up echoes at once; a paused or dead one must not hold the caller
 
 # Execs
-ARGV_ITEMS_MAX: Final = 65_536
+ARGV_ITEMS_MAX: Final = 65_536  # bounds what a request makes the agent allocate, beside the bound in bytes
 ARGV_BYTES_MAX: Final = 512 * KIB  # argv and env together; fits a frame, and the kernel's own bound is 2 MiB
-ENV_ITEMS_MAX: Final = 8_192
+ENV_ITEMS_MAX: Final = 8_192  # bounds what a request makes the agent allocate, beside the bound in bytes
 EXEC_UNACKED_BYTES_MAX: Final = 1 * MIB  # kept by the agent until acknowledged, then the pipe blocks
 EXECS_LIVE_MAX: Final = 512  # running at once in one sandbox
 EXECS_KEPT_MAX: Final = 1_024  # ended execs whose record the agent and the node keep
 EXEC_OUTPUT_BYTES_DEFAULT: Final = 16 * MIB  # node's record of one exec: head and tail kept, middle dropped
-EXEC_OUTPUT_BYTES_MAX: Final = 1 * GIB
+EXEC_OUTPUT_BYTES_MAX: Final = 1 * GIB  # what a caller may ask to have recorded; the disk of the node is shared
 EXEC_GRACE_S_DEFAULT: Final = 2.0  # between TERM and KILL
-EXEC_GRACE_S_MAX: Final = 300.0
-EXEC_TIMEOUT_S_MAX: Final = 30 * 86_400.0
+EXEC_GRACE_S_MAX: Final = 300.0  # a tree that is to be killed must not live on for long
+EXEC_TIMEOUT_S_MAX: Final = 30 * 86_400.0  # thirty days; longer is a service, and needs no timeout
 DRAIN_AFTER_EXIT_S: Final = 0.25  # how long output of grandchildren is still read after the leader's exit
-SESSIONS_MAX: Final = 64
+SESSIONS_MAX: Final = 64  # shells of one sandbox; each is a process and a pipe in the agent
 EXEC_INLINE_OUTPUT_BYTES_MAX: Final = 8 * MIB  # returned inside one exec answer; longer output is fetched by offset
 
 # Files
-PATH_BYTES_MAX: Final = 4_095
-NAME_BYTES_MAX: Final = 255
+PATH_BYTES_MAX: Final = 4_095  # the kernel's PATH_MAX without the final NUL
+NAME_BYTES_MAX: Final = 255  # the kernel's NAME_MAX
 LIST_ENTRIES_MAX: Final = 1_000  # a page
-READ_BYTES_MAX: Final = 1 << 50
-WATCHES_MAX: Final = 16
-WATCH_DIRECTORIES_MAX: Final = 65_536
-WATCH_EVENTS_QUEUED_MAX: Final = 16_384
+READ_BYTES_MAX: Final = 1 << 50  # one read; keeps offset + length far from overflow
+WATCHES_MAX: Final = 16  # of one sandbox; all share the agent's one inotify instance
+WATCH_DIRECTORIES_MAX: Final = 65_536  # kernel watches of one recursive watch; each costs about 1 KiB of kernel memory
+WATCH_EVENTS_QUEUED_MAX: Final = 16_384  # the kernel's own default; beyond it one overflow event is told
 
 # Sandboxes
-CPU_MIN: Final = 0.01
-CPU_MAX: Final = 1_024.0
+CPU_MIN: Final = 0.01  # cores; a smaller quota is below the kernel's 1 ms in its usual 100 ms period
+CPU_MAX: Final = 1_024.0  # cores; no machine has more today
 MEMORY_BYTES_MIN: Final = 8 * MIB  # below this the agent and a shell do not fit
-MEMORY_BYTES_MAX: Final = 16 * 1024 * GIB
-DISK_BYTES_MIN: Final = 1 * MIB
-DISK_BYTES_MAX: Final = 64 * 1024 * GIB
-PIDS_MIN: Final = 4
-PIDS_MAX: Final = 1 << 22
-TTL_S_MAX: Final = 366 * 86_400.0
-LABELS_MAX: Final = 64
-LABEL_KEY_BYTES_MAX: Final = 63
-LABEL_VALUE_BYTES_MAX: Final = 255
-IDEMPOTENCY_KEY_BYTES_MAX: Final = 255
-CREATE_TIMEOUT_S_DEFAULT: Final = 60.0
-CREATE_TIMEOUT_S_MAX: Final = 3_600.0
-BATCH_ITEMS_MAX: Final = 10_000
-SECRETS_MAX: Final = 128
-SECRET_BYTES_MAX: Final = 64 * KIB
-LOWERS_MAX: Final = 64
+MEMORY_BYTES_MAX: Final = 16 * 1024 * GIB  # 16 TiB; no machine has more today
+DISK_BYTES_MIN: Final = 1 * MIB  # below this an overlay's own directories do not fit
+DISK_BYTES_MAX: Final = 64 * 1024 * GIB  # 64 TiB; the largest disk that one sandbox may claim
+PIDS_MIN: Final = 4  # the agent, a shell and two commands
+PIDS_MAX: Final = 1 << 22  # the kernel's PID_MAX_LIMIT
+TTL_S_MAX: Final = 366 * 86_400.0  # a year; what lives longer needs no time to live
+LABELS_MAX: Final = 64  # labels are reported with every listing
+LABEL_KEY_BYTES_MAX: Final = 63  # as in other systems that callers keep labels in
+LABEL_VALUE_BYTES_MAX: Final = 255  # labels are reported with every listing
+IDEMPOTENCY_KEY_BYTES_MAX: Final = 255  # kept for a day for each create
+CREATE_TIMEOUT_S_DEFAULT: Final = 60.0  # allows for a cold environment; a warm create takes milliseconds
+CREATE_TIMEOUT_S_MAX: Final = 3_600.0  # an hour; a first pull of a large environment
+BATCH_ITEMS_MAX: Final = 10_000  # one batch of creates; its results are streamed, its specs are held at once
+SECRETS_MAX: Final = 128  # of one exec; held in the node's memory only
+SECRET_BYTES_MAX: Final = 64 * KIB  # fits keys and certificates, and the exec's request frame
+LOWERS_MAX: Final = 64  # layers below one overlay; each is a descriptor in the launcher and a look-up in the kernel
 
 # Node
 SANDBOXES_PER_NODE_MAX: Final = 4_000  # id ranges of one host: 4,096 slots, a margin kept
-TOMBSTONE_TTL_S: Final = 86_400.0
-TOMBSTONES_MAX: Final = 100_000
+TOMBSTONE_TTL_S: Final = 86_400.0  # a day; how long the end of a sandbox can be asked for
+TOMBSTONES_MAX: Final = 100_000  # rows in the journal of a node; the oldest go first
 DISK_FREE_BYTES_MIN: Final = 1 * GIB  # below it the node refuses creates (ruling 17)
 
 # API
 BODY_BYTES_MAX: Final = 4 * MIB  # JSON bodies; file bodies are streamed and have no bound but the disk
-HEADERS_BYTES_MAX: Final = 32 * KIB
-LIST_PAGE_DEFAULT: Final = 100
-LIST_PAGE_MAX: Final = 1_000
+HEADERS_BYTES_MAX: Final = 32 * KIB  # a token, an idempotency key and what proxies add
+LIST_PAGE_DEFAULT: Final = 100  # items; a page is one answer of some 50 KiB
+LIST_PAGE_MAX: Final = 1_000  # items; bounds the memory of one answer
 WAIT_S_MAX: Final = 60.0  # one long poll

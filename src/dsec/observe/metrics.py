@@ -1,0 +1,57 @@
+"""Every metric, declared once. Labels hold words of ours only, never what a caller or a sandbox has chosen.
+
+`sandbox`, `exec`, `project` and the like are in the logs: as labels they would make a time series each.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+REGISTRY: Final = CollectorRegistry(auto_describe=True)
+
+# From a clone of a warm container to a cold environment that is fetched first.
+_CREATE_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+SANDBOXES: Final = Gauge("dsec_sandboxes", "Sandboxes of this node now.", ["substrate", "state"], registry=REGISTRY)
+CREATES: Final = Counter("dsec_creates_total", "Creates that gave a running sandbox.", ["substrate"], registry=REGISTRY)
+CREATE_FAILURES: Final = Counter(
+    "dsec_create_failures_total",
+    "Creates that failed and left nothing, by the step that failed and the code of the error.",
+    ["substrate", "step", "code"],
+    registry=REGISTRY,
+)
+CREATE_SECONDS: Final = Histogram(
+    "dsec_create_seconds",
+    "From the request's arrival at the node to a sandbox that answers.",
+    ["substrate"],
+    buckets=_CREATE_BUCKETS_S,
+    registry=REGISTRY,
+)
+ENDS: Final = Counter(
+    "dsec_ends_total", "Sandboxes that have ended, by cause.", ["substrate", "cause"], registry=REGISTRY
+)
+EXECS: Final = Counter("dsec_execs_total", "Execs started.", ["substrate"], registry=REGISTRY)
+OUTPUT_RECORDED_BYTES: Final = Counter(
+    "dsec_output_recorded_bytes_total", "Output of execs that was written to the node's record.", registry=REGISTRY
+)
+OUTPUT_DROPPED_BYTES: Final = Counter(
+    "dsec_output_dropped_bytes_total", "Output of execs that was above its budget and is lost.", registry=REGISTRY
+)
+AGENT_VIOLATIONS: Final = Counter(
+    "dsec_agent_violations_total",
+    "Times that an agent broke the protocol and its sandbox was failed for it.",
+    registry=REGISTRY,
+)
+REAPS: Final = Counter(
+    "dsec_reaps_total",
+    "What the reaper ended, by reason: ttl_running, ttl_idle, leftover.",
+    ["reason"],
+    registry=REGISTRY,
+)
+
+
+def render() -> bytes:
+    """All metrics in the Prometheus text format; its content type is `CONTENT_TYPE`."""
+    return generate_latest(REGISTRY)

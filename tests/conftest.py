@@ -1,0 +1,80 @@
+"""What every test may count on: skips with a reason, printed seeds, built programs, directories that cannot leak."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from dsec.binaries import find_binary
+
+ROOT = Path(__file__).resolve().parent.parent
+_SEED = pytest.StashKey[int]()
+
+# No deadline: a loaded machine is slow, not wrong. A failing example prints the blob that brings it back.
+settings.register_profile(
+    "dsec", deadline=None, print_blob=True, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("soak", settings.get_profile("dsec"), max_examples=5_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dsec"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_SEED] = int(os.environ.get("DSEC_TEST_SEED") or time.time_ns() % 1_000_000_007)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.stash[_SEED]} (DSEC_TEST_SEED={config.stash[_SEED]} runs the same choices again)"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.geteuid() == 0:
+        return
+    skip = pytest.mark.skip(reason="needs root")
+    for item in items:
+        if item.get_closest_marker("root"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Random choices of one test: from the run's printed seed and the test's name, so order does not matter."""
+    return random.Random(f"{request.config.stash[_SEED]} {request.node.nodeid}")
+
+
+@pytest.fixture(scope="session")
+def native_binaries() -> dict[str, Path]:
+    """The release programs by name, built from the present source."""
+    command = [str(ROOT / "tools" / "cargo"), "build", "--quiet", "--release", "--locked", "--target-dir", "target"]
+    subprocess.run(command, cwd=ROOT / "native", check=True, timeout=1_200, stdin=subprocess.DEVNULL)
+    return {name: find_binary(name) for name in ("dsec-agent", "dsec-launch")}
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """A directory with a short path: a UNIX socket's address holds about 100 bytes, and `tmp_path` may use them up.
+
+    Fails the test that leaves a mount in it, and then deletes nothing: through a bind mount that would reach the host.
+    """
+    path = Path(tempfile.mkdtemp(prefix="dsec-", dir="/tmp"))
+    try:
+        yield path
+    finally:
+        mounts = _mounts_below(path)
+        if not mounts:
+            shutil.rmtree(path)
+    assert not mounts, f"the test left these mounts: {mounts}"
+
+
+def _mounts_below(path: Path) -> list[str]:
+    lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    points = [line.split(" ")[4] for line in lines]
+    return [point for point in points if point == str(path) or point.startswith(f"{path}/")]
