@@ -35,7 +35,7 @@ EXEC_INLINE_OUTPUT_BYTES_MAX: Final = 8 * MIB  # returned inside one exec answer
 # Files
 PATH_BYTES_MAX: Final = 4_095  # the kernel's PATH_MAX without the final NUL
 NAME_BYTES_MAX: Final = 255  # the kernel's NAME_MAX
-LIST_ENTRIES_MAX: Final = 1_000  # a page
+LIST_ENTRIES_MAX: Final = 1_000  # a page of a directory; fits a frame even with the longest names
 READ_BYTES_MAX: Final = 1 << 50  # one read; keeps offset + length far from overflow
 WATCHES_MAX: Final = 16  # of one sandbox; all share the agent's one inotify instance
 WATCH_DIRECTORIES_MAX: Final = 65_536  # kernel watches of one recursive watch; each costs about 1 KiB of kernel memory
@@ -67,6 +67,28 @@ SANDBOXES_PER_NODE_MAX: Final = 4_000  # id ranges of one host: 4,096 slots, a m
 TOMBSTONE_TTL_S: Final = 86_400.0  # a day; how long the end of a sandbox can be asked for
 TOMBSTONES_MAX: Final = 100_000  # rows in the journal of a node; the oldest go first
 DISK_FREE_BYTES_MIN: Final = 1 * GIB  # below it the node refuses creates (ruling 17)
+IDEMPOTENCY_TTL_S: Final = 86_400.0  # a day; how long a create may be asked for again under its key
+IDEMPOTENCY_KEYS_MAX: Final = 200_000  # rows in the journal of a node; the oldest go first
+RECORDS_BYTES_MAX: Final = 1 * GIB  # output kept of one sandbox over all its execs; the oldest ended go first
+RECORD_INLINE_BYTES_MAX: Final = 64 * KIB  # an exec's output up to this needs no file of its own
+RECORD_RUNS_MAX: Final = 1_024  # changes between the two output channels of which the order is kept
+RECORD_HOLES_MAX: Final = 64  # stretches of output lost on the way to the record that are told apart
+READ_CHUNK_BYTES: Final = 128 * KIB  # one piece of recorded output on its way to a reader
+RECONNECTS_MAX: Final = 5  # tries to get a sandbox's channel back before it has failed
+DESTROY_RETRY_S_MAX: Final = 60.0  # between tries to remove what could not be removed
+
+# Environments
+IMAGE_ENTRIES_MAX: Final = 2_000_000  # files and directories of one layer: an archive of empty files is a bomb too
+IMAGE_BYTES_MAX: Final = 256 * GIB  # of file content of one layer, holes included
+IMAGE_DEPTH_MAX: Final = 256  # directories inside each other: bounds descriptors here and recursion in mkfs.erofs
+IMAGE_PATH_BYTES_MAX: Final = 3_840  # below PATH_BYTES_MAX by what the path of the store adds
+IMAGE_ID_MAX: Final = 65_534  # 65,535 is the agent's (ruling 9): a set-user-id file of it would become the agent
+IMAGE_XATTRS_BYTES_MAX: Final = 64 * KIB  # of one file; the kernel's own bound for one attribute
+IMAGE_LAYERS_MAX: Final = 128  # of one OCI image
+IMAGE_MANIFEST_BYTES_MAX: Final = 4 * MIB  # index, manifest or config of an OCI image
+IMAGE_PACKAGES_MAX: Final = 1_000
+TAR_HEADER_BYTES_MAX: Final = 4 * MIB  # all headers of one member: long names, pax records, sparse maps
+BUILD_LOG_LINE_BYTES_MAX: Final = 2_000
 
 # API
 BODY_BYTES_MAX: Final = 4 * MIB  # JSON bodies; file bodies are streamed and have no bound but the disk
@@ -74,3 +96,20 @@ HEADERS_BYTES_MAX: Final = 32 * KIB  # a token, an idempotency key and what prox
 LIST_PAGE_DEFAULT: Final = 100  # items; a page is one answer of some 50 KiB
 LIST_PAGE_MAX: Final = 1_000  # items; bounds the memory of one answer
 WAIT_S_MAX: Final = 60.0  # one long poll
+URL_BYTES_MAX: Final = 32 * KIB  # two paths of 4,095 bytes, every byte percent-encoded, and the rest of a query
+QUERY_ITEMS_MAX: Final = 128  # parameters of one query: every label and a state each
+HEAD_TIMEOUT_S: Final = 15.0  # from a request's first byte (or the connection) to the end of its headers
+BODY_IDLE_S: Final = 60.0  # without a byte of a request's body that is not complete
+WRITE_STALL_S: Final = 600.0  # a client that takes nothing of its answer for so long is cut off
+KEEP_ALIVE_S: Final = 75.0  # an idle connection; above what clients' pools assume
+CONNECTIONS_MAX: Final = 8_192  # of one API process, each a descriptor and some 40 KiB; beyond it 503
+BATCH_CONCURRENCY: Final = 64  # creates of one batch under way at once
+WEBSOCKET_MESSAGE_BYTES_MAX: Final = 1 * MIB + 4  # one frame with its length
+TOKENS_MAX: Final = 100_000  # kept in memory, some 500 bytes each
+TOKEN_TTL_S_MAX: Final = 10 * 366 * 86_400.0  # ten years; what lives longer has no expiry
+
+# Streams between API and node
+STREAM_QUEUE_FRAMES_MAX: Final = 256  # one direction of one stream; small frames cost more than their bytes
+STREAM_QUEUE_BYTES_MAX: Final = 1 * MIB  # one direction of one stream
+STREAM_LINGER_S: Final = 1.0  # after the caller has closed: for what it had sent, then the work is cancelled
+NODE_STREAMS_MAX: Final = 16_384  # open between one API and one node

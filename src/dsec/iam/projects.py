@@ -1,0 +1,31 @@
+"""Project paths: "/" is the root, "/team/run" a project and its sub-project."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from dsec.core.errors import InvalidArgumentError
+
+ROOT: Final = "/"
+DEPTH_MAX: Final = 16  # levels; a quota is counted at each of them
+
+_PART: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?\Z")
+
+
+def parse_project(text: str) -> str:
+    """`text` as a project path. Raises InvalidArgumentError."""
+    if text == ROOT:
+        return text
+    parts = text.split("/")
+    if parts[0] or len(parts) - 1 > DEPTH_MAX or not all(_PART.match(part) for part in parts[1:]):
+        raise InvalidArgumentError(
+            f"{text[:80]!r} is not a project path",
+            hint="a project path is '/' or such as '/team/run-7': names of letters, digits, '.', '_' and '-'",
+        )
+    return text
+
+
+def reaches(owner: str, project: str) -> bool:
+    """Whether who belongs to `owner` may act on what belongs to `project`: itself, or anything below it."""
+    return owner in (ROOT, project) or project.startswith(f"{owner}/")
