@@ -28,6 +28,15 @@ def test_links_between_documents_resolve() -> None:
     assert broken == []
 
 
+def test_the_tests_that_documents_name_exist() -> None:
+    pages = [ROOT / name for name in ("ARCHITECTURE.md", "SPECIFICATION.md", "SECURITY.md", "CONTRIBUTING.md")]
+    named = {(page, path) for page in pages for path in re.findall(r"`((?:tests|bench)/[\w./]*)`", page.read_text())}
+
+    missing = [f"{relative(page)}: {path}" for page, path in sorted(named) if not (ROOT / path).exists()]
+
+    assert missing == []
+
+
 @pytest.mark.parametrize("target", ["no-such-page.md", "README.md#no-such-heading"])
 def test_a_broken_link_is_noticed(target: str) -> None:
     assert not resolves(ROOT / "README.md", target)

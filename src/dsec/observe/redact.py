@@ -21,7 +21,8 @@ _SECRET_NAME: Final = re.compile(
 )
 # Also in text, where a header or a URL is quoted: "Authorization: Bearer abc", "https://user:abc@host", "token=abc".
 _SECRET_TEXT: Final = (
-    re.compile(r"(?i)(\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{6,}"),
+    re.compile(r"(?i)(\bauthorization[\"']?\s{0,4}[=:]\s{0,4}[\"']?(?:[a-z]{1,20}\s+)?)[^\s\"',]{1,2000}"),
+    re.compile(r"(?i)(\bbearer\s+)[A-Za-z0-9._~+/=-]{6,}"),
     re.compile(r"(\b[a-z][a-z0-9+.-]{0,30}://[^\s/:@]{0,200}:)[^\s/@]{1,500}(?=@)"),
     re.compile(
         r"(?i)(\b(?:[\w-]{0,40}(?:secret|password|passwd|token|api_?key))[\"']?\s{0,4}[=:]\s{0,4}[\"']?)[^\s\"',;&]{1,2000}"
