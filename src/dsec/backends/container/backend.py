@@ -1,0 +1,320 @@
+"""Containers: create, adopt, discard."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from dsec.backends.base import Capabilities, InstanceSpec, Intend, Layer, Probe
+from dsec.backends.container.config import ContainerConfig
+from dsec.backends.container.instance import ContainerInstance
+from dsec.backends.container.launcher import Launcher, LauncherRefusal
+from dsec.backends.container.plan import AGENT_FILTER, EXEC_FILTER, HostFacts, holder_directory, plan_launch
+from dsec.backends.container.record import ContainerRecord, parse_record, record_of
+from dsec.binaries import find_binary
+from dsec.core.errors import DeadlineError, DsecError, GoneError, HostError, LaunchError, Outcome
+from dsec.core.ids import NodeId, SandboxId, new_node_id, new_sandbox_id
+from dsec.core.spec import Environment, NetworkMode, SandboxSpec, Substrate
+from dsec.core.states import EndCause
+from dsec.density.cgroups import CgroupHost, detect, prepare_parent
+from dsec.security import syscalls
+from dsec.security.idranges import IdRanges
+from dsec.wire.launch import (
+    FilterArgs,
+    Launched,
+    LaunchFailure,
+    LaunchOp,
+    LaunchPlan,
+    LayerMount,
+    LayerRef,
+)
+from dsec.wire.node import Done
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PROBE_S = 20.0
+
+
+class ContainerBackend:
+    """One per node. Instances run on when it is closed."""
+
+    def __init__(self, config: ContainerConfig, *, node: NodeId):
+        self._config = config
+        self._node = node
+        self._host = detect()
+        self._ids = IdRanges(config.id_dir)
+        self._launcher: Launcher | None = None
+        self._facts: HostFacts | None = None
+        self._boot_id = _BOOT_ID.read_text().strip()
+        self._opening = asyncio.Lock()
+        self._registered: set[str] = set()  # filters and layers that the launcher of this connection knows
+        self._registering = asyncio.Lock()
+        self._connection = -1
+        self._instances: dict[str, ContainerInstance] = {}
+        self._cleaning: set[asyncio.Task[None]] = set()
+        self._probe: Probe | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            substrate=Substrate.CONTAINER,
+            networks=frozenset({NetworkMode.NONE}),
+            pause=self._host.v2 is not None,
+            survives_node=True,
+            memory_limit=self._host.limits("memory") is not None,
+            cpu_limit=self._host.limits("cpu") is not None,
+            pids_limit=self._host.limits("pids") is not None,
+            disk_limit="tmpfs" if self._config.disk == "tmpfs" else None,
+        )
+
+    @property
+    def launcher(self) -> Launcher:
+        if self._launcher is None:
+            raise HostError("the container backend is not open")
+        return self._launcher
+
+    # ---- probe -----------------------------------------------------------------------------------
+
+    async def probe(self) -> Probe:
+        if self._probe is None:
+            self._probe = await self._try()
+        return self._probe
+
+    async def _try(self) -> Probe:
+        """By launching a container of nothing but the agent, and destroying it."""
+        facts = _describe(self._host)
+        if os.geteuid() != 0:
+            return Probe(False, "containers need root on the node", "start `dsec up` as root", facts)
+        spec = SandboxSpec(environment=Environment("probe"), memory_bytes=64 << 20, pids_max=64)
+        trial = InstanceSpec(new_sandbox_id(new_node_id()), self._node, spec, (), {}, None, None)
+        try:
+            instance = await self.create(trial, intend=_no_intent, deadline_s=_PROBE_S)
+            await instance.destroy()
+        except DsecError as error:
+            return Probe(False, error.message, error.hint, facts)
+        return Probe(True, facts=facts)
+
+    # ---- create ----------------------------------------------------------------------------------
+
+    async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> ContainerInstance:
+        facts = await self._open()
+        id_base = self._ids.take(holder_directory(facts, instance.id))
+        try:
+            plan = plan_launch(instance, self._config, facts, id_base=id_base)
+            record = record_of(plan, self._boot_id)
+            await intend(record.to_bytes())
+        except BaseException:
+            self._ids.give_back(id_base)
+            raise
+        try:
+            launched = await self._launch(plan, instance.layers, deadline_s)
+            return self._watch(record, launched)
+        except asyncio.CancelledError:
+            self._clean_later(self.remove(record))
+            raise
+        except Exception as error:
+            await self.remove(record)
+            raise _launch_error(instance.id, error) from error
+
+    async def _launch(self, plan: LaunchPlan, layers: tuple[Layer, ...], deadline_s: float) -> Launched:
+        Path(plan.socket).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        Path(plan.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        await self._register(layers)
+        try:
+            return await self.launcher.request(LaunchOp.LAUNCH, plan, Launched, timeout_s=deadline_s)
+        except LauncherRefusal as refusal:
+            if refusal.failure.step != "check" or not _forgot(refusal.failure):
+                raise
+        # The launcher was restarted between registering and launching; it knows nothing of before.
+        self._registered.clear()
+        await self._register(layers)
+        return await self.launcher.request(LaunchOp.LAUNCH, plan, Launched, timeout_s=deadline_s)
+
+    async def _register(self, layers: tuple[Layer, ...]) -> None:
+        """Make filters and layers known to the launcher of the present connection, each once."""
+        wanted = {AGENT_FILTER, EXEC_FILTER, *(layer.digest for layer in layers)}
+        if self._connection == self.launcher.connection and wanted <= self._registered:
+            return
+        async with self._registering:
+            if self._connection != self.launcher.connection:
+                self._registered.clear()
+            for name, spec in ((AGENT_FILTER, syscalls.AGENT), (EXEC_FILTER, syscalls.EXEC)):
+                if name not in self._registered:
+                    await self.launcher.request(LaunchOp.FILTER, FilterArgs(name, spec), Done)
+                    self._registered.add(name)
+            self._connection = self.launcher.connection
+            for layer in layers:
+                if layer.digest not in self._registered:
+                    mount = LayerMount(layer.digest, layer.kind, layer.meta, layer.blob)
+                    await self.launcher.request(LaunchOp.LAYER_MOUNT, mount, Done)
+                    self._registered.add(layer.digest)
+
+    def _watch(self, record: ContainerRecord, launched: Launched) -> ContainerInstance:
+        """Raises ProcessLookupError if the agent has ended meanwhile."""
+        complete = ContainerRecord(
+            sandbox=record.sandbox,
+            boot_id=record.boot_id,
+            id_base=record.id_base,
+            directory=record.directory,
+            socket=record.socket,
+            cgroup2=record.cgroup2,
+            cgroup1=record.cgroup1,
+            pid=launched.pid,
+            start_ticks=launched.start_ticks,
+        )
+        instance = ContainerInstance(self, complete, os.pidfd_open(launched.pid))
+        self._instances[record.sandbox] = instance
+        return instance
+
+    # ---- adopt, discard, remove ------------------------------------------------------------------
+
+    async def adopt(self, id: SandboxId, record: bytes) -> ContainerInstance:
+        await self._open()
+        known = parse_record(record)
+        if known.boot_id != self._boot_id:
+            raise GoneError(f"{id} ended when the node was rebooted", detail={"cause": EndCause.NODE_REBOOTED.value})
+        if not known.pid:
+            raise GoneError(f"{id} was never started", detail={"cause": EndCause.LAUNCH_FAILED.value})
+        try:
+            pidfd = os.pidfd_open(known.pid)
+        except ProcessLookupError as error:
+            raise _gone_while_away(id) from error
+        # Only now that the descriptor pins the process does its start time prove that it is the one of the record.
+        if _start_ticks(known.pid) != known.start_ticks:
+            os.close(pidfd)
+            raise _gone_while_away(id)
+        try:
+            self._ids.retake(known.id_base)
+        except BaseException:
+            os.close(pidfd)
+            raise
+        instance = ContainerInstance(self, known, pidfd)
+        self._instances[known.sandbox] = instance
+        return instance
+
+    async def discard(self, id: SandboxId, record: bytes) -> None:
+        await self._open()
+        await self.remove(parse_record(record))
+
+    async def remove(self, record: ContainerRecord) -> None:
+        """Nothing of it is left on the host afterwards. Idempotent. Raises HostError if something resists."""
+        try:
+            await self.launcher.request(LaunchOp.DESTROY, record.destroy_args(), Done)
+        except LauncherRefusal as refusal:
+            raise HostError(
+                f"{record.sandbox} could not be removed from the node: {refusal}", outcome=Outcome.UNKNOWN
+            ) from refusal
+        with contextlib.suppress(FileNotFoundError):
+            Path(record.socket).parent.rmdir()
+        with contextlib.suppress(FileNotFoundError):
+            Path(record.directory).rmdir()
+        self._instances.pop(record.sandbox, None)
+        self.launcher.forget(record.sandbox)
+        self._ids.give_back(record.id_base)
+
+    async def drop_layer(self, digest: str) -> None:
+        """Unmount a layer that no sandbox uses, so that its files can go. Raises HostError while one does."""
+        if digest not in self._registered:
+            return
+        try:
+            await self.launcher.request(LaunchOp.LAYER_UNMOUNT, LayerRef(digest), Done)
+        except LauncherRefusal as refusal:
+            raise HostError(f"layer {digest} is in use: {refusal}", outcome=Outcome.UNCHANGED) from refusal
+        self._registered.discard(digest)
+
+    async def close(self) -> None:
+        if self._cleaning:
+            await asyncio.gather(*self._cleaning, return_exceptions=True)
+        for instance in self._instances.values():
+            instance.abandon()
+        self._instances.clear()
+        if self._launcher is not None:
+            await self._launcher.close()
+        self._ids.close()
+
+    def _clean_later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Clean-up that a cancelled caller must not cut short; `close` waits for it."""
+        task = asyncio.ensure_future(work)
+        self._cleaning.add(task)
+        task.add_done_callback(self._cleaning.discard)
+
+    # ---- opening ---------------------------------------------------------------------------------
+
+    async def _open(self) -> HostFacts:
+        if self._facts is not None:
+            return self._facts
+        async with self._opening:
+            if self._facts is None:
+                self._facts = await asyncio.to_thread(self._prepare)
+        return self._facts
+
+    def _prepare(self) -> HostFacts:
+        config = self._config
+        parent = f"{config.cgroup_parent}/{self._node}"
+        pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
+        prepare_parent(self._host, parent, pids_max=max(64, pid_max - config.pids_kept_for_host))
+        for directory in (config.run_dir / "sb", config.state_dir / "sandboxes"):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._ids.open()
+        self._launcher = Launcher(
+            config.run_dir,
+            launch_binary=config.launch_binary or find_binary("dsec-launch"),
+            agent_binary=config.agent_binary or find_binary("dsec-agent"),
+            start_s=config.launcher_start_s,
+        )
+        return HostFacts(self._host, parent, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+async def _no_intent(record: bytes) -> None:
+    """A probe is gone again before anything could be adopted."""
+
+
+def _launch_error(id: str, error: Exception) -> DsecError:
+    if isinstance(error, LauncherRefusal):
+        failure = error.failure
+        return LaunchError(
+            f"{id} could not be started: step {failure.step}: {failure.errno or ''} {failure.detail}".rstrip(),
+            sandbox=id,
+            step=failure.step,
+            detail={"errno": failure.errno} if failure.errno else None,
+        )
+    if isinstance(error, DeadlineError):
+        return DeadlineError(f"{id} was not ready in time and has been removed", sandbox=id, outcome=Outcome.GONE)
+    if isinstance(error, ProcessLookupError):
+        return LaunchError(f"the agent of {id} ended as soon as it had started", sandbox=id, step="agent")
+    if isinstance(error, DsecError):
+        error.sandbox = id
+        return error
+    return LaunchError(f"{id} could not be started: {error}", sandbox=id, step="node")
+
+
+def _gone_while_away(id: str) -> GoneError:
+    return GoneError(
+        f"{id} ended while its node was away; how is not known", detail={"cause": EndCause.SANDBOX_FAULT.value}
+    )
+
+
+def _forgot(failure: LaunchFailure) -> bool:
+    return "unknown filter" in failure.detail or "unknown layer" in failure.detail
+
+
+def _start_ticks(pid: int) -> int | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name may hold blanks and parentheses; what follows the last one is plain. Start time is field 22.
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def _describe(host: CgroupHost) -> dict[str, str]:
+    limits = {c: host.limits(c) or "not limited" for c in ("memory", "cpu", "pids")}
+    return {
+        "cgroups": host.mode,
+        **{f"{controller} limit": where for controller, where in limits.items()},
+        "freeze": "cgroup.freeze" if host.v2 else "not available",
+    }

@@ -1,0 +1,36 @@
+"""What an operator may set for containers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsec.core.errors import InvalidArgumentError
+from dsec.core.limits import MIB
+
+# sun_path holds 108 bytes; "<run>/sb/<sandbox id>/agent.sock" takes 43 of them.
+RUN_DIR_BYTES_MAX = 60
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerConfig:
+    run_dir: Path  # sockets and the launcher's own files; gone after a reboot
+    state_dir: Path  # writable layers of the sandboxes
+    id_dir: Path = Path("/run/dsec/ids")  # shared by all node daemons of the host
+    cgroup_parent: str = "dsec"  # below the root of each hierarchy; the node's id is added
+    launch_binary: Path | None = None  # None: the one that belongs to this package
+    agent_binary: Path | None = None
+    disk: str = "directory"  # "directory": no limit is enforced; "tmpfs": limited, in memory, counted as such
+    shm_bytes: int = 64 * MIB
+    pids_kept_for_host: int = 4096
+    launcher_start_s: float = 10.0
+    freeze_deadline_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if len(str(self.run_dir)) > RUN_DIR_BYTES_MAX:
+            raise InvalidArgumentError(
+                f"the run directory {self.run_dir} is longer than {RUN_DIR_BYTES_MAX} bytes",
+                hint="UNIX socket paths are short; choose a shorter one",
+            )
+        if self.disk not in ("directory", "tmpfs"):
+            raise InvalidArgumentError(f"disk must be 'directory' or 'tmpfs', not {self.disk!r}")

@@ -1,0 +1,177 @@
+"""One running container, seen from the node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsec.backends.base import InstanceExit, InstanceUsage
+from dsec.backends.container.record import ContainerRecord
+from dsec.core.errors import FreezeTimeoutError, SandboxFaultError, UnsupportedError
+from dsec.core.ids import SandboxId
+from dsec.core.states import EndCause
+from dsec.density.cgroups import read_keyed, read_number, read_pressure_s
+
+if TYPE_CHECKING:
+    from dsec.backends.container.backend import ContainerBackend
+
+_EXIT_REPORT_S = 1.0
+
+
+class ContainerInstance:
+    def __init__(self, backend: ContainerBackend, record: ContainerRecord, pidfd: int):
+        self._backend = backend
+        self._record = record
+        self._pidfd: int | None = pidfd
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._exit: InstanceExit | None = None
+        self._destroyed = False
+        self._destroying = asyncio.Lock()
+        asyncio.get_running_loop().add_reader(pidfd, self._agent_ended)
+
+    @property
+    def id(self) -> SandboxId:
+        return SandboxId(self._record.sandbox)
+
+    @property
+    def record(self) -> bytes:
+        return self._record.to_bytes()
+
+    @property
+    def pid(self) -> int:
+        """Host pid of the agent."""
+        return self._record.pid
+
+    # ---- channel ---------------------------------------------------------------------------------
+
+    async def connect(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
+        try:
+            transport, _ = await asyncio.get_running_loop().create_unix_connection(factory, self._record.socket)
+        except OSError as error:
+            raise SandboxFaultError(f"the agent of {self.id} cannot be reached: {error}", sandbox=self.id) from error
+        return transport
+
+    # ---- facts -----------------------------------------------------------------------------------
+
+    async def usage(self) -> InstanceUsage:
+        record = self._record
+        v2 = Path(record.cgroup2) if record.cgroup2 else None
+        v1 = {controller: Path(directory) for controller, directory in record.cgroup1.items()}
+        cpu = read_keyed(v2 / "cpu.stat").get("usage_usec") if v2 else None
+        frozen = read_keyed(v2 / "cgroup.stat.local").get("frozen_usec") if v2 else None
+        return InstanceUsage(
+            cpu_s=cpu / 1e6 if cpu is not None else None,
+            memory_bytes=_first_number(v2, "memory.current", v1.get("memory"), "memory.usage_in_bytes"),
+            memory_peak_bytes=_first_number(v2, "memory.peak", v1.get("memory"), "memory.max_usage_in_bytes"),
+            oom_kills=self._oom_kills(),
+            pids=_first_number(v2, "pids.current", v1.get("pids"), "pids.current"),
+            disk_used_bytes=None,
+            cpu_pressure_s=read_pressure_s(v2 / "cpu.pressure") if v2 else None,
+            memory_pressure_s=read_pressure_s(v2 / "memory.pressure") if v2 else None,
+            frozen_s=frozen / 1e6 if frozen is not None else None,
+        )
+
+    def _oom_kills(self) -> int | None:
+        if (memory := self._record.cgroup1.get("memory")) is not None:
+            return read_keyed(Path(memory) / "memory.oom_control").get("oom_kill")
+        if self._record.cgroup2 is not None:
+            return read_keyed(Path(self._record.cgroup2) / "memory.events").get("oom_kill")
+        return None
+
+    # ---- pause -----------------------------------------------------------------------------------
+
+    async def pause(self, *, deadline_s: float) -> None:
+        """Commands first, the agent last, so that it never sees them stand still while it runs (ruling 10)."""
+        frozen: list[Path] = []
+        try:
+            for part in ("work", "agent"):
+                directory = self._cgroup(part)
+                frozen.append(directory)
+                await _freeze(directory, deadline_s)
+        except TimeoutError as error:
+            for directory in reversed(frozen):
+                (directory / "cgroup.freeze").write_text("0")
+            raise FreezeTimeoutError(
+                f"{self.id} did not freeze within {deadline_s:g} s and runs on", sandbox=self.id
+            ) from error
+
+    async def resume(self) -> None:
+        for part in ("agent", "work"):
+            with contextlib.suppress(FileNotFoundError):
+                (self._cgroup(part) / "cgroup.freeze").write_text("0")
+
+    def _cgroup(self, part: str) -> Path:
+        if self._record.cgroup2 is None:
+            raise UnsupportedError("pausing needs a cgroup2 hierarchy", hint="see `dsec doctor`")
+        return Path(self._record.cgroup2) / part
+
+    async def snapshot(self, target: str) -> None:
+        raise UnsupportedError("containers have no snapshots yet")
+
+    # ---- end -------------------------------------------------------------------------------------
+
+    async def wait(self) -> InstanceExit:
+        await asyncio.shield(self._ended)
+        if self._exit is None:
+            self._exit = await self._explain()
+        return self._exit
+
+    async def _explain(self) -> InstanceExit:
+        if self._destroyed or self._destroying.locked():
+            return InstanceExit(EndCause.DESTROYED)
+        report = self._backend.launcher.exit_of(self.id)
+        try:
+            async with asyncio.timeout(_EXIT_REPORT_S):
+                event = await asyncio.shield(report)
+        except (TimeoutError, asyncio.CancelledError):
+            return InstanceExit(EndCause.SANDBOX_FAULT, "the agent has ended; its exit status is not known")
+        if os.WIFSIGNALED(event.status):
+            number = os.WTERMSIG(event.status)
+            if number == signal.SIGKILL and event.oom_kills > 0:
+                return InstanceExit(EndCause.OOM, "the kernel killed the agent for memory")
+            return InstanceExit(EndCause.SANDBOX_FAULT, f"the agent was killed by signal {number}")
+        return InstanceExit(EndCause.SANDBOX_FAULT, f"the agent exited with {os.waitstatus_to_exitcode(event.status)}")
+
+    async def destroy(self) -> None:
+        async with self._destroying:
+            if self._destroyed:
+                return
+            await self._backend.remove(self._record)
+            self._destroyed = True
+        self._agent_ended()
+
+    def abandon(self) -> None:
+        """Stop watching; the container runs on."""
+        self._unwatch()
+
+    def _agent_ended(self) -> None:
+        self._unwatch()
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def _unwatch(self) -> None:
+        pidfd, self._pidfd = self._pidfd, None
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+
+def _first_number(v2: Path | None, v2_name: str, v1: Path | None, v1_name: str) -> int | None:
+    if v2 is not None and (value := read_number(v2 / v2_name)) is not None:
+        return value
+    return read_number(v1 / v1_name) if v1 is not None else None
+
+
+async def _freeze(directory: Path, deadline_s: float) -> None:
+    """Raises TimeoutError. `cgroup.events` says when every task has stopped; usually that is at once."""
+    (directory / "cgroup.freeze").write_text("1")
+    pause_s = 0.0002
+    async with asyncio.timeout(deadline_s):
+        while read_keyed(directory / "cgroup.events").get("frozen") != 1:
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, 0.05)

@@ -1,0 +1,114 @@
+"""A spec and what is known of the host become a launch plan. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsec.backends.base import InstanceSpec
+from dsec.backends.container.config import ContainerConfig
+from dsec.core.errors import InvalidArgumentError, UnsupportedError
+from dsec.core.limits import LOWERS_MAX
+from dsec.core.spec import NetworkMode
+from dsec.density.cgroups import CgroupHost, plan_cgroups
+from dsec.security import capabilities, masks, syscalls
+from dsec.security.syscalls import filter_name
+from dsec.wire.launch import EtcFile, LaunchPlan
+
+AGENT_FILTER = filter_name(syscalls.AGENT)
+EXEC_FILTER = filter_name(syscalls.EXEC)
+
+# The agent itself, and its short-lived forks for archives and big removals.
+_AGENT_PIDS = 8
+_OPEN_FILES_SOFT = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    cgroups: CgroupHost
+    cgroup_parent: str  # of this node, below each hierarchy's root
+    open_files_hard: int  # RLIMIT_NOFILE: without CAP_SYS_RESOURCE nothing above it can be given
+
+
+def holder_directory(facts: HostFacts, sandbox: str) -> str:
+    """The cgroup directory whose existence says that the sandbox is on the host."""
+    roots = [facts.cgroups.v2] if facts.cgroups.v2 else list(facts.cgroups.v1.values())
+    if not roots:
+        raise UnsupportedError("this host has no cgroup hierarchy", hint="mount cgroup2 at /sys/fs/cgroup")
+    return str(roots[0] / facts.cgroup_parent / sandbox)
+
+
+def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFacts, *, id_base: int) -> LaunchPlan:
+    """Raises UnsupportedError or InvalidArgumentError for what a container cannot give."""
+    spec = instance.spec
+    if spec.network is not NetworkMode.NONE:
+        raise UnsupportedError(f"containers have no network mode {spec.network.value!r} yet", hint="use network='none'")
+    if len(instance.layers) > LOWERS_MAX:
+        raise InvalidArgumentError(f"an environment has at most {LOWERS_MAX} layers, not {len(instance.layers)}")
+    cgroups = plan_cgroups(
+        facts.cgroups,
+        facts.cgroup_parent,
+        instance.id,
+        cpu=spec.cpu,
+        memory_bytes=spec.memory_bytes,
+        pids=spec.pids_max + _AGENT_PIDS,
+    )
+    hostname = (spec.name or instance.id.replace("_", "-")).lower()[:63].rstrip("-.")
+    open_files = min(_OPEN_FILES_SOFT, facts.open_files_hard)
+    return LaunchPlan(
+        sandbox=instance.id,
+        id_base=id_base,
+        lowers=[layer.digest for layer in instance.layers],
+        directory=str(sandbox_directory(config, instance.id)),
+        upper_tmpfs_bytes=spec.disk_bytes if config.disk == "tmpfs" else None,
+        socket=str(socket_path(config, instance.id)),
+        hostname=hostname,
+        etc_files=_etc_files(hostname),
+        masks=list(masks.HIDDEN),
+        readonly_proc=list(masks.READONLY),
+        shm_bytes=min(config.shm_bytes, spec.memory_bytes),
+        cgroup2=cgroups.cgroup2,
+        cgroup2_files=cgroups.cgroup2_files,
+        cgroup1=cgroups.cgroup1,
+        cgroup1_files=cgroups.cgroup1_files,
+        rlimits={"nofile": [open_files, facts.open_files_hard], "core": [0, 0]},
+        sysctls=_sysctls(spec.memory_bytes),
+        caps_agent=capabilities.AGENT,
+        caps_exec=capabilities.EXEC,
+        filter_agent=AGENT_FILTER,
+        filter_exec=EXEC_FILTER,
+        no_new_privs=not spec.privilege_gain,
+        env={key.encode(): value.encode("utf-8", "surrogateescape") for key, value in instance.env.items()},
+        user=instance.user,
+        workdir=instance.workdir.encode("utf-8", "surrogateescape") if instance.workdir else None,
+    )
+
+
+def sandbox_directory(config: ContainerConfig, sandbox: str) -> Path:
+    return config.state_dir / "sandboxes" / sandbox
+
+
+def socket_path(config: ContainerConfig, sandbox: str) -> Path:
+    return config.run_dir / "sb" / sandbox / "agent.sock"
+
+
+def _etc_files(hostname: str) -> list[EtcFile]:
+    hosts = f"127.0.0.1\tlocalhost {hostname}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
+    return [
+        EtcFile("/etc/hosts", hosts.encode()),
+        EtcFile("/etc/hostname", f"{hostname}\n".encode()),
+        # No resolver is reachable without a network; an empty file makes look-ups fail at once instead of timing out.
+        EtcFile("/etc/resolv.conf", b""),
+    ]
+
+
+def _sysctls(memory_bytes: int) -> dict[str, str]:
+    """Bounds on what namespaces let root inside make: nested namespaces, System V and POSIX IPC objects."""
+    return {
+        "user.max_user_namespaces": "0",
+        "kernel.shmall": str(max(1, memory_bytes // 4096)),
+        "kernel.shmmni": "256",
+        "kernel.sem": "250 32000 32 128",
+        "kernel.msgmni": "256",
+        "fs.mqueue.queues_max": "64",
+    }

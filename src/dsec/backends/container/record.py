@@ -1,0 +1,61 @@
+"""What the journal keeps of a container: enough to adopt it, or to remove every trace of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dsec.core.errors import StorageError
+from dsec.wire.codec import pack
+from dsec.wire.launch import DestroyArgs, LaunchPlan
+
+RECORD_VERSION = 1
+
+
+class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    version: int = RECORD_VERSION
+    sandbox: str
+    boot_id: str
+    id_base: int
+    directory: str
+    socket: str
+    cgroup2: str | None
+    cgroup1: dict[str, str]
+    pid: int = 0  # 0: an intent, nothing may have been started
+    start_ticks: int = 0
+
+    def to_bytes(self) -> bytes:
+        return pack(self)
+
+    def destroy_args(self) -> DestroyArgs:
+        return DestroyArgs(
+            sandbox=self.sandbox,
+            pid=self.pid or None,
+            start_ticks=self.start_ticks or None,
+            directory=self.directory,
+            socket=self.socket,
+            cgroup2=self.cgroup2,
+            cgroup1=self.cgroup1,
+        )
+
+
+def record_of(plan: LaunchPlan, boot_id: str) -> ContainerRecord:
+    return ContainerRecord(
+        sandbox=plan.sandbox,
+        boot_id=boot_id,
+        id_base=plan.id_base,
+        directory=plan.directory,
+        socket=plan.socket,
+        cgroup2=plan.cgroup2,
+        cgroup1=plan.cgroup1,
+    )
+
+
+def parse_record(data: bytes) -> ContainerRecord:
+    """Raises StorageError for a record of a later version or of nothing that we know."""
+    try:
+        record = msgspec.msgpack.decode(data, type=ContainerRecord)
+    except msgspec.MsgspecError as error:
+        raise StorageError(f"the journal's record of a container is not readable: {error}") from error
+    if record.version > RECORD_VERSION:
+        raise StorageError(f"the record of {record.sandbox} is of version {record.version}, newer than this program")
+    return record

@@ -1,0 +1,1 @@
+"""More sandboxes per machine: cgroups, and what they tell."""

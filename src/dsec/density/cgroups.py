@@ -1,0 +1,175 @@
+"""Control groups on v2, v1 and hybrid hosts (cgroups(7), Documentation/admin-guide/cgroup-v2.rst).
+
+One cgroup2 directory per sandbox everywhere: freezing, killing, pressure and CPU time work there even without
+controllers. On hosts whose controllers are on v1, directories in those hierarchies carry the limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dsec.core.errors import HostError
+
+LIMIT_CONTROLLERS = ("memory", "cpu", "pids")
+_CPU_PERIOD_US = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupHost:
+    """Where the hierarchies are, and which controllers each has."""
+
+    v2: Path | None
+    v2_controllers: frozenset[str] = frozenset()
+    v1: dict[str, Path] = field(default_factory=dict)  # controller → mount point
+
+    @property
+    def mode(self) -> str:
+        if not self.v1:
+            return "v2" if self.v2 else "none"
+        return "hybrid" if self.v2 else "v1"
+
+    def limits(self, controller: str) -> str | None:
+        """Which hierarchy limits it: "v2", "v1" or None."""
+        if controller in self.v2_controllers:
+            return "v2"
+        return "v1" if controller in self.v1 else None
+
+
+def detect(mountinfo: Path = Path("/proc/self/mountinfo")) -> CgroupHost:
+    """Reads mounts, not names of files: the unified tree may be at /sys/fs/cgroup or below it."""
+    v2: Path | None = None
+    v1: dict[str, Path] = {}
+    for line in mountinfo.read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        fields, tail = left.split(), right.split()
+        if len(fields) < 5 or len(tail) < 3 or fields[3] != "/":
+            continue
+        mount = Path(fields[4])
+        if tail[0] == "cgroup2" and v2 is None:
+            v2 = mount
+        elif tail[0] == "cgroup":
+            for option in tail[2].split(","):
+                if option in LIMIT_CONTROLLERS:
+                    v1.setdefault(option, mount)
+    controllers: frozenset[str] = frozenset()
+    if v2 is not None:
+        controllers = frozenset((v2 / "cgroup.controllers").read_text().split()) & frozenset(LIMIT_CONTROLLERS)
+    return CgroupHost(v2, controllers, v1)
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupPlan:
+    """Directories for one sandbox and what is written into them."""
+
+    cgroup2: str | None
+    cgroup2_files: dict[str, str]
+    cgroup1: dict[str, str]  # controller → directory
+    cgroup1_files: dict[str, dict[str, str]]
+
+
+def plan_cgroups(host: CgroupHost, parent: str, name: str, *, cpu: float, memory_bytes: int, pids: int) -> CgroupPlan:
+    """Pure. `parent` is the path of the node's directory below each hierarchy's root."""
+    quota = max(1_000, round(cpu * _CPU_PERIOD_US))  # the kernel refuses less than 1 ms
+    files2: dict[str, str] = {}
+    files1: dict[str, dict[str, str]] = {}
+    wanted: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+        "memory": (
+            # No swap: a sandbox at its limit is told so (OOM) instead of thrashing the node's disk.
+            {"memory.max": str(memory_bytes), "memory.swap.max": "0"},
+            {"memory.limit_in_bytes": str(memory_bytes)},
+        ),
+        "cpu": (
+            {"cpu.max": f"{quota} {_CPU_PERIOD_US}"},
+            {"cpu.cfs_period_us": str(_CPU_PERIOD_US), "cpu.cfs_quota_us": str(quota)},
+        ),
+        "pids": ({"pids.max": str(pids)}, {"pids.max": str(pids)}),
+    }
+    for controller, (v2_files, v1_files) in wanted.items():
+        where = host.limits(controller)
+        if where == "v2":
+            files2.update(v2_files)
+        elif where == "v1":
+            files1[controller] = v1_files
+    return CgroupPlan(
+        cgroup2=str(host.v2 / parent / name) if host.v2 else None,
+        cgroup2_files=files2,
+        cgroup1={controller: str(host.v1[controller] / parent / name) for controller in files1},
+        cgroup1_files=files1,
+    )
+
+
+def prepare_parent(host: CgroupHost, parent: str, *, pids_max: int) -> None:
+    """Make the node's own directory in each hierarchy; all sandboxes together get at most `pids_max` processes.
+
+    Raises HostError naming what the host refused.
+    """
+    try:
+        if host.v2 is not None:
+            _prepare_v2(host.v2, parent, host.v2_controllers, pids_max)
+        for controller, mount in host.v1.items():
+            if host.limits(controller) == "v1":
+                directory = mount / parent
+                directory.mkdir(parents=True, exist_ok=True)
+                if controller == "pids":
+                    (directory / "pids.max").write_text(str(pids_max))
+    except OSError as error:
+        raise HostError(
+            f"cannot make the cgroup {parent!r}: {error}", hint="run as root, or in a unit with Delegate=yes"
+        ) from error
+
+
+def _prepare_v2(mount: Path, parent: str, controllers: frozenset[str], pids_max: int) -> None:
+    enable = " ".join(f"+{c}" for c in sorted(controllers))
+    directory = mount
+    for part in Path(parent).parts:
+        if enable:
+            # A directory hands controllers to its children only once it names them itself.
+            (directory / "cgroup.subtree_control").write_text(enable)
+        directory = directory / part
+        directory.mkdir(exist_ok=True)
+    if enable:
+        (directory / "cgroup.subtree_control").write_text(enable)
+    if "pids" in controllers:
+        (directory / "pids.max").write_text(str(pids_max))
+
+
+def remove_parent(host: CgroupHost, parent: str) -> None:
+    """Remove the node's directories where they are empty; those above stay, other nodes may use them."""
+    for mount in {*([host.v2] if host.v2 else []), *host.v1.values()}:
+        with contextlib.suppress(OSError):
+            (mount / parent).rmdir()
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def read_number(path: Path) -> int | None:
+    """None when the file is absent, unreadable, or says "max"."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def read_keyed(path: Path) -> dict[str, int]:
+    """Files of `key value` lines; empty when absent."""
+    try:
+        pairs = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def read_pressure_s(path: Path) -> float | None:
+    """Seconds in which some task waited, from a PSI file (Documentation/accounting/psi.rst)."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("some "):
+            return int(line.rsplit("total=", 1)[1]) / 1e6
+    return None

@@ -1,0 +1,1 @@
+"""What a sandbox may do: system calls, capabilities, hidden paths, id ranges."""

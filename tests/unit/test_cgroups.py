@@ -1,0 +1,96 @@
+"""Limits become files of the hierarchy that has the controller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsec.core.errors import HostError
+from dsec.density.cgroups import (
+    CgroupHost,
+    detect,
+    plan_cgroups,
+    prepare_parent,
+    read_keyed,
+    read_number,
+    read_pressure_s,
+)
+
+LINE = "{id} 1 0:{id} / {mount} rw,relatime shared:1 - {kind} none {options}\n"
+
+
+def mountinfo(tmp_path: Path, *rows: tuple[str, Path, str]) -> Path:
+    path = tmp_path / "mountinfo"
+    path.write_text("".join(LINE.format(id=30 + i, kind=k, mount=m, options=o) for i, (k, m, o) in enumerate(rows)))
+    return path
+
+
+def test_a_hybrid_host_limits_on_v1_and_freezes_on_v2(tmp_path: Path) -> None:
+    unified = tmp_path / "unified"
+    unified.mkdir()
+    (unified / "cgroup.controllers").write_text("hugetlb\n")
+
+    host = detect(
+        mountinfo(
+            tmp_path,
+            ("cgroup", tmp_path / "memory", "rw,memory"),
+            ("cgroup", tmp_path / "cpu", "rw,cpu,cpuacct"),
+            ("cgroup2", unified, "rw"),
+        )
+    )
+
+    assert host.mode == "hybrid"
+    assert host.v2 == unified
+    assert (host.limits("memory"), host.limits("cpu"), host.limits("pids")) == ("v1", "v1", None)
+
+
+def test_a_v2_host_puts_every_limit_into_one_directory() -> None:
+    host = CgroupHost(Path("/cg"), frozenset({"memory", "cpu", "pids"}))
+
+    plan = plan_cgroups(host, "dsec/n", "sbx", cpu=1.5, memory_bytes=1 << 30, pids=64)
+
+    assert plan.cgroup2 == "/cg/dsec/n/sbx"
+    assert plan.cgroup2_files == {
+        "memory.max": "1073741824",
+        "memory.swap.max": "0",
+        "cpu.max": "150000 100000",
+        "pids.max": "64",
+    }
+    assert plan.cgroup1 == {}
+
+
+def test_a_hybrid_host_gets_v1_directories_for_limits_only() -> None:
+    host = CgroupHost(Path("/cg/unified"), frozenset(), {c: Path(f"/cg/{c}") for c in ("memory", "cpu", "pids")})
+
+    plan = plan_cgroups(host, "dsec/n", "sbx", cpu=0.001, memory_bytes=1 << 30, pids=64)
+
+    assert plan.cgroup2_files == {}
+    assert plan.cgroup1["memory"] == "/cg/memory/dsec/n/sbx"
+    assert plan.cgroup1_files["cpu"] == {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "1000"}
+    assert plan.cgroup1_files["pids"] == {"pids.max": "64"}
+
+
+def test_preparing_hands_controllers_down_each_level(tmp_path: Path) -> None:
+    prepare_parent(CgroupHost(tmp_path, frozenset({"memory", "pids"})), "dsec/node", pids_max=99)
+
+    for directory in (tmp_path, tmp_path / "dsec", tmp_path / "dsec/node"):
+        assert (directory / "cgroup.subtree_control").read_text() == "+memory +pids"
+    assert (tmp_path / "dsec/node/pids.max").read_text() == "99"
+
+
+def test_a_host_that_refuses_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HostError, match="dsec/node"):
+        prepare_parent(CgroupHost(tmp_path / "absent", frozenset({"memory"})), "dsec/node", pids_max=9)
+
+
+def test_readers_take_absent_and_odd_files_for_unknown(tmp_path: Path) -> None:
+    (tmp_path / "max").write_text("max\n")
+    (tmp_path / "keyed").write_text("oom_kill 3\nunder_oom x\n\n")
+    (tmp_path / "pressure").write_text("some avg10=0.00 avg60=0.00 avg300=0.00 total=2500000\nfull avg10=0 total=1\n")
+
+    assert read_number(tmp_path / "max") is None
+    assert read_number(tmp_path / "absent") is None
+    assert read_keyed(tmp_path / "keyed") == {"oom_kill": 3}
+    assert read_pressure_s(tmp_path / "pressure") == 2.5
+    assert read_pressure_s(tmp_path / "absent") is None

@@ -1,0 +1,98 @@
+"""The launch plan of a container, and the filters that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dsec.backends.base import InstanceSpec, Layer
+from dsec.backends.container.config import ContainerConfig
+from dsec.backends.container.plan import HostFacts, plan_launch
+from dsec.backends.container.record import parse_record, record_of
+from dsec.core.errors import InvalidArgumentError, StorageError, UnsupportedError
+from dsec.core.ids import NodeId, SandboxId
+from dsec.core.spec import Environment, NetworkMode, SandboxSpec
+from dsec.density.cgroups import CgroupHost
+from dsec.security import syscalls
+from dsec.wire.codec import pack
+from dsec.wire.launch import MESSAGE_BYTES_MAX
+
+ID = SandboxId("sbx_aaaaaaaa_bbbbbbbbbbbbbbbb")
+FACTS = HostFacts(CgroupHost(Path("/cg"), frozenset({"memory", "cpu", "pids"})), "dsec/n", 20_000)
+CONFIG = ContainerConfig(run_dir=Path("/run/d"), state_dir=Path("/var/d"))
+
+
+def instance(**changes: object) -> InstanceSpec:
+    spec = SandboxSpec(environment=Environment("base"), **changes)  # type: ignore[arg-type]
+    layers = (Layer("low", "erofs", "/l/low"), Layer("high", "erofs", "/l/high"))
+    return InstanceSpec(ID, NodeId("aaaaaaaa"), spec, layers, {"A": "b"}, None, "/w")
+
+
+def test_a_plan_names_layers_lowest_first_and_everything_the_sandbox_leaves() -> None:
+    plan = plan_launch(instance(), CONFIG, FACTS, id_base=0x7000_0000)
+
+    assert plan.lowers == ["low", "high"]
+    assert plan.directory == f"/var/d/sandboxes/{ID}"
+    assert plan.socket == f"/run/d/sb/{ID}/agent.sock"
+    assert plan.cgroup2 == f"/cg/dsec/n/{ID}"
+    assert plan.env == {b"A": b"b"}
+
+
+def test_the_socket_path_fits_where_the_kernel_keeps_it() -> None:
+    longest = ContainerConfig(run_dir=Path("/" + "r" * 59), state_dir=Path("/s"))
+
+    assert len(plan_launch(instance(), longest, FACTS, id_base=0).socket) < 108
+    with pytest.raises(InvalidArgumentError, match="shorter"):
+        ContainerConfig(run_dir=Path("/" + "r" * 60), state_dir=Path("/s"))
+
+
+def test_new_privileges_are_possible_only_when_asked_for() -> None:
+    assert plan_launch(instance(), CONFIG, FACTS, id_base=0).no_new_privs
+    assert not plan_launch(instance(privilege_gain=True), CONFIG, FACTS, id_base=0).no_new_privs
+
+
+def test_open_files_stay_below_what_the_host_can_give() -> None:
+    assert plan_launch(instance(), CONFIG, FACTS, id_base=0).rlimits["nofile"] == [20_000, 20_000]
+
+
+def test_a_network_that_containers_do_not_have_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="routed"):
+        plan_launch(instance(network=NetworkMode.ROUTED), CONFIG, FACTS, id_base=0)
+
+
+def test_a_plan_and_each_filter_fit_into_a_message() -> None:
+    assert len(pack(plan_launch(instance(), CONFIG, FACTS, id_base=0))) < MESSAGE_BYTES_MAX
+    assert len(pack(syscalls.EXEC)) < MESSAGE_BYTES_MAX
+
+
+def test_a_record_survives_the_journal_and_later_versions_are_refused() -> None:
+    record = record_of(plan_launch(instance(), CONFIG, FACTS, id_base=0), "boot")
+    later = {**msgspec.msgpack.decode(record.to_bytes()), "version": 2}
+
+    assert parse_record(record.to_bytes()) == record
+    for bad in (b"", b"\xff", pack({"version": 1})):
+        with pytest.raises(StorageError):
+            parse_record(bad)
+    with pytest.raises(StorageError, match="newer"):
+        parse_record(pack(later))
+
+
+@pytest.mark.parametrize("call", ["bpf", "mount", "unshare", "io_uring_setup", "userfaultfd", "open_by_handle_at"])
+def test_calls_that_reach_for_the_host_are_denied_and_never_allowed(call: str) -> None:
+    assert call in {rule.syscall for rule in syscalls.EXEC.deny if not rule.when}
+    assert call not in {rule.syscall for rule in syscalls.EXEC.allow}
+
+
+def test_clone3_makes_commands_fall_back_and_is_left_to_the_agent() -> None:
+    assert "clone3" in {rule.syscall for rule in syscalls.EXEC.nosys}
+    assert "clone3" in {rule.syscall for rule in syscalls.AGENT.allow}
+
+
+def test_terminal_injection_is_not_among_the_allowed_requests() -> None:
+    allowed = {condition.equals for r in syscalls.EXEC.allow if r.syscall == "ioctl" for condition in r.when}
+
+    assert 0x5412 not in allowed  # TIOCSTI
+    assert 0x541C not in allowed  # TIOCLINUX
+    assert 0x5413 in allowed  # TIOCGWINSZ
