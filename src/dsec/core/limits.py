@@ -89,6 +89,7 @@ IMAGE_MANIFEST_BYTES_MAX: Final = 4 * MIB  # index, manifest or config of an OCI
 IMAGE_PACKAGES_MAX: Final = 1_000
 TAR_HEADER_BYTES_MAX: Final = 4 * MIB  # all headers of one member: long names, pax records, sparse maps
 BUILD_LOG_LINE_BYTES_MAX: Final = 2_000
+BUILD_TIMEOUT_S_DEFAULT: Final = 3_600.0  # a large set of packages over a slow line
 
 # API
 BODY_BYTES_MAX: Final = 4 * MIB  # JSON bodies; file bodies are streamed and have no bound but the disk
@@ -113,3 +114,7 @@ STREAM_QUEUE_FRAMES_MAX: Final = 256  # one direction of one stream; small frame
 STREAM_QUEUE_BYTES_MAX: Final = 1 * MIB  # one direction of one stream
 STREAM_LINGER_S: Final = 1.0  # after the caller has closed: for what it had sent, then the work is cancelled
 NODE_STREAMS_MAX: Final = 16_384  # open between one API and one node
+
+# Client
+DOWNLOAD_BYTES_DEFAULT: Final = 64 * GIB  # of one download, holes included: the sandbox decides how big its files are
+DOWNLOAD_ENTRIES_DEFAULT: Final = 1_000_000  # of one directory

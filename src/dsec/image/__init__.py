@@ -1,0 +1,1 @@
+"""Environments: what a sandbox starts from, made of layers."""

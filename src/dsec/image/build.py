@@ -1,0 +1,161 @@
+"""Building environments from a running program: each build is a process of its own, told about line by line."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Final
+
+from dsec.core.errors import DeadlineError, DsecError, InvalidArgumentError, Outcome, StorageError
+from dsec.core.limits import BUILD_TIMEOUT_S_DEFAULT, MIB
+from dsec.image.environments import EnvironmentStore
+from dsec.image.worker import Job, build_key, ready_result, typed
+from dsec.wire import codec
+from dsec.wire.environments import BuildEvent, BuildRequest, DebianSource, EnvironmentInfo, OciSource
+from dsec.wire.errors import body_of, error_of
+
+_LINE_BYTES_MAX: Final = 4 * MIB  # `done` holds the configuration of an image
+_EVENTS_QUEUED_MAX: Final = 1_000
+
+
+async def build(
+    store: EnvironmentStore,
+    request: BuildRequest,
+    progress: Callable[[BuildEvent], None] = lambda event: None,
+    *,
+    timeout_s: float = BUILD_TIMEOUT_S_DEFAULT,
+) -> EnvironmentInfo:
+    """Make the environment, or find that it is there. `progress` gets the `progress` and `log` events as they come.
+
+    Raises what the source or the store raises, ConflictError when the name stands for something else, DeadlineError.
+    After an error or a cancellation nothing of the build is left, on disk or running.
+    """
+    ready = await asyncio.to_thread(_ready, store, request)
+    if ready is not None:
+        progress(BuildEvent(kind="progress", stage="cached", message=f"{request.name} is built already"))
+        return ready
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _supervise(store, request, progress)
+    except TimeoutError:
+        raise DeadlineError(
+            f"building {request.name!r} took more than {timeout_s:g} s", outcome=Outcome.UNCHANGED
+        ) from None
+
+
+async def build_events(
+    store: EnvironmentStore, request: BuildRequest, *, timeout_s: float = BUILD_TIMEOUT_S_DEFAULT
+) -> AsyncIterator[BuildEvent]:
+    """The same as a stream that always ends with `done` or `error`. Closing it early cancels the build.
+
+    A slow reader loses log lines in the middle, never the end.
+    """
+    queue: asyncio.Queue[BuildEvent] = asyncio.Queue(_EVENTS_QUEUED_MAX)
+
+    def put(event: BuildEvent) -> None:
+        with suppress(asyncio.QueueFull):
+            queue.put_nowait(event)
+
+    async def run() -> None:
+        try:
+            last = BuildEvent(kind="done", environment=await build(store, request, put, timeout_s=timeout_s))
+        except DsecError as error:
+            last = BuildEvent(kind="error", message=str(error), error=body_of(error))
+        await queue.put(last)
+
+    task = asyncio.create_task(run())
+    try:
+        while True:
+            event = await queue.get()
+            yield event
+            if event.kind in ("done", "error"):
+                break
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def _ready(store: EnvironmentStore, request: BuildRequest) -> EnvironmentInfo | None:
+    """Answers without a process where the key is cheap: a tree or a tar file would have to be read in full."""
+    if not isinstance(request.source, (DebianSource, OciSource)):
+        return None
+    try:
+        return ready_result(store, request, build_key(request.source))
+    except OSError as error:
+        raise typed(error) from error
+
+
+async def _supervise(
+    store: EnvironmentStore, request: BuildRequest, progress: Callable[[BuildEvent], None]
+) -> EnvironmentInfo:
+    process = await asyncio.create_subprocess_exec(
+        *_command(),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=_LINE_BYTES_MAX,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUTF8": "1"},
+    )
+    errors = asyncio.create_task(_tail(process))
+    try:
+        result = await _follow(process, Job(os.fspath(store.state), request), progress)
+        if result is None:
+            words = (await errors).decode(errors="replace").strip()[-500:]
+            raise StorageError(f"the build process ended without a result: {words or 'no message'}")
+        return result
+    finally:
+        await asyncio.shield(_end(store, process, errors))
+
+
+def _command() -> list[str]:
+    """The worker; as root in process and mount namespaces of its own: its end is the end of all that it has started."""
+    worker = [sys.executable, "-m", "dsec.image.worker"]
+    unshare = shutil.which("unshare")
+    if os.geteuid() != 0 or unshare is None:
+        return worker
+    return [unshare, "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc", *worker]
+
+
+async def _follow(process: Process, job: Job, progress: Callable[[BuildEvent], None]) -> EnvironmentInfo | None:
+    """The result that the worker tells; None when it ends without one. Raises the error that it tells."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(codec.to_json(job) + b"\n")
+    with suppress(ConnectionError):
+        await process.stdin.drain()
+    while line := await process.stdout.readline():
+        try:
+            event = codec.from_json(line, BuildEvent)
+        except InvalidArgumentError:
+            continue  # a program of the build wrote to its own stdout
+        if event.kind == "done" and event.environment is not None:
+            return event.environment
+        if event.kind == "error" and event.error is not None:
+            raise error_of(event.error)
+        progress(event)
+    return None
+
+
+async def _tail(process: Process) -> bytes:
+    """The last of stderr, read so that it never fills."""
+    assert process.stderr is not None
+    tail = b""
+    while data := await process.stderr.read(65_536):
+        tail = (tail + data)[-4_096:]
+    return tail
+
+
+async def _end(store: EnvironmentStore, process: Process, errors: asyncio.Task[bytes]) -> None:
+    """Kill what is left of the build, and remove what it had made."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, 9)  # its result is on the disk before it tells it
+    await process.wait()
+    await errors
+    await asyncio.to_thread(store.layers.clean)

@@ -1,0 +1,269 @@
+"""One build, in a process of its own: it can be killed at any time, with everything that it has started.
+
+    python -m dsec.image.worker          reads one Job as a line of JSON from stdin, writes BuildEvents as lines of JSON
+
+The process ends at once when its stdin closes, so it never outlives the node that asked for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dsec.core.errors import CapacityError, ConflictError, DsecError, InvalidArgumentError, NotFoundError, StorageError
+from dsec.core.limits import BUILD_LOG_LINE_BYTES_MAX
+from dsec.core.units import format_size
+from dsec.image import erofs
+from dsec.image.environments import (
+    BuildRecord,
+    EnvironmentRecord,
+    EnvironmentStore,
+    ImageConfig,
+    environment_info,
+)
+from dsec.image.scan import TreeDigest, tree_digest
+from dsec.image.sources import debian, directory, oci, tarball
+from dsec.image.sources.apt import host_suite
+from dsec.image.stage import Stage
+from dsec.storage.layers import BLOB_NAME, META_NAME, TREE_NAME, LayerKind, LayerRecord
+from dsec.storage.space import require_free
+from dsec.storage.trees import tree_size
+from dsec.wire import codec
+from dsec.wire.environments import (
+    BuildEvent,
+    BuildRequest,
+    BuildSource,
+    DebianSource,
+    DirectorySource,
+    EnvironmentInfo,
+    OciSource,
+    Ownership,
+    TarSource,
+)
+from dsec.wire.errors import body_of
+
+_PROXIES: Final = ("http_proxy", "https_proxy", "no_proxy")
+
+Report = Callable[[BuildEvent], None]
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the parent sends."""
+
+    state: str
+    request: BuildRequest
+
+
+def build_now(
+    store: EnvironmentStore, request: BuildRequest, report: Report, *, proxies: Mapping[str, str] | None = None
+) -> EnvironmentInfo:
+    """Build in this process, blocking. All or nothing: after an error the store is as before."""
+    if isinstance(request.source, DirectorySource) and directory.contains(request.source, store.state):
+        raise InvalidArgumentError(
+            f"{request.source.path!r} contains the store itself", hint="choose a directory below it"
+        )
+    _progress(report, "resolve", f"looking at {describe(request.source)}")
+    key = build_key(request.source)
+    ready = ready_result(store, request, key)
+    if ready is not None:
+        return ready
+    _progress(report, "wait", "waiting for other builds of the same content, if there are any")
+    with store.layers.single_flight(key):
+        ready = ready_result(store, request, key)
+        if ready is not None:
+            return ready
+        return _build(store, request, key, report, proxies or {})
+
+
+def build_key(source: BuildSource) -> str:
+    """Equal for requests that lead to the same content. Raises what the source's own reading raises."""
+    if isinstance(source, DirectorySource):
+        return directory.build_key(source)
+    if isinstance(source, TarSource):
+        return tarball.build_key(source)
+    if isinstance(source, OciSource):
+        return oci.build_key(source)
+    return debian.build_key(source)
+
+
+def describe(source: BuildSource) -> str:
+    """For people, in records and logs."""
+    if isinstance(source, DirectorySource):
+        return f"directory {source.path}"
+    if isinstance(source, TarSource):
+        return f"tar file {source.path}"
+    if isinstance(source, OciSource):
+        return f"OCI layout {source.path}" + (f" ({source.reference})" if source.reference else "")
+    packages = ", ".join(sorted(set(source.packages))) or "no further packages"
+    return f"debian {source.suite or host_suite()}: {packages}"[:500]
+
+
+def ready_result(store: EnvironmentStore, request: BuildRequest, key: str) -> EnvironmentInfo | None:
+    """The environment, if nothing has to be built. Raises ConflictError when the name stands for something else."""
+    present = store.record(request.name) if request.name in store.names() else None
+    if present is not None and not request.replace and present.build_key != key:
+        raise ConflictError(
+            f"environment {request.name!r} exists, made from {present.info.source}",
+            hint="choose another name, or build with --replace",
+        )
+    if request.refresh:
+        return None
+    with store.layers.publishing():
+        built = store.built(key)
+        if built is None:
+            return None
+        if present is not None and present.build_key == key and present.info.layers == (built.digest,):
+            return present.info
+        return _name(store, request, key, built)
+
+
+def _build(
+    store: EnvironmentStore, request: BuildRequest, key: str, report: Report, proxies: Mapping[str, str]
+) -> EnvironmentInfo:
+    require_free(store.state)
+    with store.layers.staging() as work:
+        tree = work / "tree"
+        config = _stage(request.source, tree, work, report, proxies)
+        as_root = os.geteuid() != 0
+        found = _digest(tree, as_root, report)
+        built = BuildRecord(digest=found.digest, source=describe(request.source), config=config)
+        try:
+            # Held until it has a name: the same tree, from another source.
+            with store.layers.lease([found.digest]):
+                return _record(store, request, key, built)
+        except NotFoundError:
+            pass
+        layer = work / "layer"
+        layer.mkdir()
+        kind = _convert(store, tree, layer, found, as_root, report)
+        size_bytes = tree_size(layer).disk_bytes
+        _progress(report, "publish", f"publishing layer {found.digest[:12]}, {format_size(size_bytes)}")
+        with store.layers.publishing():
+            store.layers.publish(
+                layer,
+                LayerRecord(
+                    digest=found.digest, kind=kind, size_bytes=size_bytes, entries=found.entries, created_at=time.time()
+                ),
+            )
+            return _record(store, request, key, built)
+
+
+def _record(store: EnvironmentStore, request: BuildRequest, key: str, built: BuildRecord) -> EnvironmentInfo:
+    store.put_built(key, built)
+    return _name(store, request, key, built)
+
+
+def _name(store: EnvironmentStore, request: BuildRequest, key: str, built: BuildRecord) -> EnvironmentInfo:
+    info = environment_info(request.name, store.layers, built, created_at=time.time())
+    store.put(EnvironmentRecord(build_key=key, info=info))
+    return info
+
+
+def _stage(source: BuildSource, tree: Path, work: Path, report: Report, proxies: Mapping[str, str]) -> ImageConfig:
+    _progress(report, "stage", f"unpacking {describe(source)}")
+    owner = Ownership.KEEP if isinstance(source, DebianSource) else source.owner
+    config = ImageConfig()
+    with Stage(tree, owner=owner) as stage:
+        if isinstance(source, DirectorySource):
+            directory.fill(source, stage)
+        elif isinstance(source, TarSource):
+            tarball.fill(source, stage)
+        elif isinstance(source, OciSource):
+            config = oci.fill(source, stage)
+        else:
+            config = debian.fill(source, stage, work, log=lambda line: _log(report, line), proxies=proxies)
+        stage.finish()
+        if dropped := str(stage.dropped):
+            _log(report, dropped)
+        if os.geteuid() != 0:
+            _log(report, "built without root: every file belongs to root inside")
+    return config
+
+
+def _digest(tree: Path, as_root: bool, report: Report) -> TreeDigest:
+    _progress(report, "digest", "computing the digest")
+    fd = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return tree_digest(fd, as_root=as_root)
+    finally:
+        os.close(fd)
+
+
+def _convert(
+    store: EnvironmentStore, tree: Path, layer: Path, found: TreeDigest, as_root: bool, report: Report
+) -> LayerKind:
+    """Fill `layer` with an image, or with the tree itself where an image would be of no use; says which and why."""
+    verdict = erofs.probe_erofs(store.layers)
+    if verdict.usable:
+        require_free(store.state, found.content_bytes)
+        _progress(report, "convert", f"making an image of {found.entries} entries, {format_size(found.content_bytes)}")
+        try:
+            erofs.make_image(tree, layer, digest=found.digest)
+            _progress(report, "verify", "comparing the image with the tree")
+            erofs.verify_image(layer, digest=found.digest, as_root=as_root)
+            return LayerKind.EROFS
+        except StorageError as error:
+            verdict = erofs.Verdict(False, error.message)
+        for name in (META_NAME, BLOB_NAME):
+            (layer / name).unlink(missing_ok=True)
+    _log(report, f"kept as a plain directory: {verdict.reason}")
+    tree.rename(layer / TREE_NAME)
+    return LayerKind.DIRECTORY
+
+
+def _progress(report: Report, stage: str, message: str) -> None:
+    report(BuildEvent(kind="progress", stage=stage, message=message))
+
+
+def _log(report: Report, line: str) -> None:
+    report(BuildEvent(kind="log", message=line[:BUILD_LOG_LINE_BYTES_MAX]))
+
+
+def typed(error: BaseException) -> DsecError:
+    """What the machine refused, as an error of ours."""
+    if isinstance(error, DsecError):
+        return error
+    if isinstance(error, OSError):
+        if error.errno in (28, 122):  # ENOSPC, EDQUOT
+            return CapacityError("the disk of the store is full", hint="remove environments or make room")
+        return StorageError(f"the build failed on the disk: {error.strerror or error}")
+    return StorageError(f"the build failed: {type(error).__name__}: {error}")
+
+
+def main() -> int:
+    """1. read the job  2. end with stdin  3. build  4. say how it went."""
+    job = codec.from_json(sys.stdin.buffer.readline(), Job)
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    proxies = {name: os.environ[name] for name in _PROXIES if name in os.environ}
+    try:
+        store = EnvironmentStore(job.state)
+        store.layers.clean()
+        info = build_now(store, job.request, _write, proxies=proxies)
+    except Exception as error:
+        _write(BuildEvent(kind="error", message=str(error), error=body_of(typed(error))))
+        return 1
+    _write(BuildEvent(kind="done", environment=info))
+    return 0
+
+
+def _write(event: BuildEvent) -> None:
+    sys.stdout.buffer.write(codec.to_json(event) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _end_with_stdin() -> None:
+    # The buffer object is the main thread's no longer; os.read sees the pipe itself.
+    while os.read(0, 4096):
+        pass
+    os._exit(1)  # init of its process namespace: the kernel kills all the others with it
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Blobs and layers by content, on the local disk."""

@@ -1,0 +1,54 @@
+"""System calls that Python 3.11 does not offer."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from typing import Final
+
+RESOLVE_NO_XDEV: Final = 0x01
+RESOLVE_NO_MAGICLINKS: Final = 0x02
+RESOLVE_NO_SYMLINKS: Final = 0x04
+RESOLVE_BENEATH: Final = 0x08
+RESOLVE_IN_ROOT: Final = 0x10
+
+_OPENAT2: Final = 437  # the same number on every architecture
+_AGAIN_MAX: Final = 16  # EAGAIN: a rename went on while the kernel looked at ".."
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = [("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64)]
+
+
+def openat2(directory: int, path: bytes, flags: int, *, resolve: int, mode: int = 0) -> int:
+    """open(2) relative to `directory` under the rules `resolve`. The descriptor closes on exec. Raises OSError."""
+    how = _OpenHow(flags | os.O_CLOEXEC, mode, resolve)
+    for _ in range(_AGAIN_MAX):
+        fd = _libc.syscall(
+            ctypes.c_long(_OPENAT2), directory, ctypes.c_char_p(path), ctypes.byref(how), ctypes.sizeof(how)
+        )
+        if fd >= 0:
+            return int(fd)
+        number = ctypes.get_errno()
+        if number not in (errno.EAGAIN, errno.EINTR):
+            break
+    raise OSError(number, os.strerror(number), os.fsdecode(path))
+
+
+def syncfs(fd: int) -> None:
+    """Everything written to the file system of `fd` is on the disk when this returns. Raises OSError."""
+    if _libc.syncfs(fd) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def check_syscall(name: str, number: int, *arguments: object) -> int:
+    """A raw system call. Raises OSError that carries `name`."""
+    result = _libc.syscall(ctypes.c_long(number), *arguments)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+    return int(result)

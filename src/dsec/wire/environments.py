@@ -1,0 +1,135 @@
+"""Building and describing environments: shared by node, API, SDK and CLI."""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import Final
+
+import msgspec
+
+from dsec.core import limits
+from dsec.core.errors import InvalidArgumentError, LimitError
+from dsec.core.ids import parse_name
+from dsec.core.spec import check_path
+from dsec.wire.errors import ErrorBody
+
+# Nothing that apt or mmdebstrap reads as an option, a pattern or a list.
+_PACKAGE: Final = re.compile(r"[a-z0-9][a-z0-9+.-]+(:[a-z0-9]+)?(=[A-Za-z0-9.+~:-]+)?\Z")
+_SUITE: Final = re.compile(r"[a-z][a-z0-9-]{0,62}\Z")
+
+
+class Ownership(enum.StrEnum):
+    """Whose the files of an environment are. A sandbox has ids 0 to 65,534 for them."""
+
+    KEEP = "keep"  # as in the source; an id that does not fit is an error
+    SQUASH = "squash"  # as in the source; ids that do not fit become nobody (65,534)
+    ROOT = "root"  # everything belongs to root
+
+
+class DirectorySource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="directory"):
+    """A directory on the node, copied as it is now. Mount points inside are refused."""
+
+    path: str
+    owner: Ownership = Ownership.KEEP
+
+    def __post_init__(self) -> None:
+        _absolute(self.path)
+
+
+class TarSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="tar"):
+    """A tar file on the node: plain, gzip, xz or zstd."""
+
+    path: str
+    owner: Ownership = Ownership.KEEP
+
+    def __post_init__(self) -> None:
+        _absolute(self.path)
+
+
+class OciSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="oci"):
+    """An OCI image layout directory on the node. `reference` is needed when it holds several images."""
+
+    path: str
+    reference: str | None = None
+    owner: Ownership = Ownership.KEEP
+
+    def __post_init__(self) -> None:
+        _absolute(self.path)
+
+
+class DebianSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="debian"):
+    """Debian packages and all that they need, from the sources that the node's own apt uses."""
+
+    packages: tuple[str, ...]
+    suite: str | None = None  # None: the node's own
+    variant: str = "minbase"  # or "extract": only unpacked, nothing installed, nothing essential added
+
+    def __post_init__(self) -> None:
+        if len(self.packages) > limits.IMAGE_PACKAGES_MAX:
+            raise LimitError(f"at most {limits.IMAGE_PACKAGES_MAX} packages, not {len(self.packages)}")
+        for package in self.packages:
+            if not _PACKAGE.match(package):
+                raise InvalidArgumentError(f"{package[:80]!r} is not the name of a Debian package")
+        if self.suite is not None and not _SUITE.match(self.suite):
+            raise InvalidArgumentError(f"{self.suite[:80]!r} is not a suite", hint="such as bookworm")
+        if self.variant not in ("minbase", "extract"):
+            raise InvalidArgumentError(f"variant must be minbase or extract, not {self.variant[:40]!r}")
+
+
+BuildSource = DirectorySource | TarSource | OciSource | DebianSource
+
+
+class BuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Make the environment `name` from `source`.
+
+    A name that exists with the same content is success at once; with other content it is an error unless `replace`.
+    """
+
+    name: str
+    source: BuildSource
+    replace: bool = False
+    refresh: bool = False  # build again even if this request was built before (newer packages, say)
+
+    def __post_init__(self) -> None:
+        parse_name(self.name, "environment name")
+
+
+class EnvironmentInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An environment as callers see it."""
+
+    name: str
+    layers: tuple[str, ...]  # digests, lowest first
+    size_bytes: int
+    created_at: float  # seconds since the epoch
+    source: str  # for people: "debian bookworm: python3, git"
+    kind: str = "erofs"  # how its layers are stored: erofs | directory
+    env: dict[str, str] = {}
+    user: str | None = None
+    workdir: str | None = None
+    entrypoint: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+
+
+class EnvironmentPage(msgspec.Struct, frozen=True):
+    environments: list[EnvironmentInfo] = []
+
+
+class EnvironmentRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class BuildEvent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One line of a build's story. `done` or `error` is the last."""
+
+    kind: str  # progress | log | done | error
+    stage: str | None = None  # progress: wait | resolve | stage | digest | convert | verify | publish | cached
+    message: str = ""
+    environment: EnvironmentInfo | None = None  # done
+    error: ErrorBody | None = None  # error
+
+
+def _absolute(path: str) -> None:
+    check_path(path)
+    if not path.startswith("/"):
+        raise InvalidArgumentError(f"the path of a source must be absolute, and is {path[:80]!r}")
