@@ -50,6 +50,12 @@ REAPS: Final = Counter(
     ["reason"],
     registry=REGISTRY,
 )
+API_REQUESTS: Final = Counter(
+    "dsec_api_requests_total",
+    "Requests answered, by route and status; 499: the client went away first.",
+    ["route", "status"],
+    registry=REGISTRY,
+)
 
 
 def render() -> bytes:

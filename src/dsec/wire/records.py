@@ -239,6 +239,12 @@ class Gap(msgspec.Struct, frozen=True):
     end: int
 
 
+class GapNotice(msgspec.Struct, frozen=True):
+    """Body of EVENT on a stream of output."""
+
+    gap: Gap
+
+
 class ExecInfo(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     sandbox: str

@@ -14,7 +14,7 @@ class TokenRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     principal: str  # for people: who it is made for
     project: str  # "/team/run"
-    rights: list[Right] = [Right.USE]
+    rights: tuple[Right, ...] = (Right.USE,)
     ttl_s: float | None = None
 
     def __post_init__(self) -> None:

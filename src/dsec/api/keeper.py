@@ -1,0 +1,47 @@
+"""Work that goes on when the caller who asked for it has gone away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from dsec.core.errors import UnavailableError
+
+T = TypeVar("T")
+
+
+class Keeper:
+    """Owns such tasks. A create with an idempotency key is one: it completes, and can be found by its key."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Await the task through `asyncio.shield`: cancelling the waiter then leaves the work alone."""
+        if self._closed:
+            work.close()
+            raise UnavailableError("the service is stopping", retry_after_s=1.0)
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def close(self, *, deadline_s: float) -> None:
+        """Waits for what is under way, then cancels it."""
+        self._closed = True
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=deadline_s)
+        left = list(self._tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # who waits gets it; if nobody does, the node has logged it

@@ -1,0 +1,232 @@
+"""One request as the routes see it, and what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from dsec.api.errors import Headers
+from dsec.api.gate import Gate, caller_of
+from dsec.api.keeper import Keeper
+from dsec.api.query import text_of
+from dsec.api.routing import Found
+from dsec.cluster.rpc import Rpc
+from dsec.core.errors import DeadlineError, InvalidArgumentError, LimitError
+from dsec.core.ids import ExecId, NodeId, SandboxId, node_of, parse_exec_id, parse_sandbox_id
+from dsec.core.limits import BODY_BYTES_MAX, BODY_IDLE_S, IDEMPOTENCY_KEY_BYTES_MAX, WRITE_STALL_S
+from dsec.iam.peers import Peer
+from dsec.iam.principals import Principal
+from dsec.iam.tokens import TokenStore
+from dsec.wire.api import TYPE_JSON
+from dsec.wire.codec import from_json, pack, to_json, unpack
+from dsec.wire.node import Caller, Method, Stream
+
+CALL_TIMEOUT_S: Final = 60.0  # of a unary call that waits for nothing
+CALL_MARGIN_S: Final = 5.0  # beyond what the caller allows: the node's own deadline tells more than ours
+
+T = TypeVar("T")
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection: there is nobody to tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the routes work with."""
+
+    rpc: Rpc
+    node: NodeId  # where creates go, and what is not about one sandbox
+    tokens: TokenStore
+    gate: Gate
+    keeper: Keeper
+    version: str
+
+
+@dataclass(slots=True)
+class Answer:
+    body: bytes = b""
+    status: int = 200
+    type: str = TYPE_JSON
+    headers: Headers | None = None
+
+
+class Request:
+    __slots__ = (
+        "_caller",
+        "_receive",
+        "_send",
+        "found",
+        "headers",
+        "id",
+        "peer",
+        "principal",
+        "query",
+        "services",
+        "started",
+        "status",
+    )
+
+    def __init__(
+        self, services: Services, *, id: str, headers: Headers, peer: Peer | None, receive: Receive, send: Send
+    ) -> None:
+        self.services = services
+        self.id = id
+        self.headers = headers
+        self.peer = peer
+        self.found: Found | None = None
+        self.query: dict[str, Any] = {}
+        self.principal: Principal | None = None
+        self.started = False
+        self.status = 0
+        self._caller: Caller | None = None
+        self._receive = receive
+        self._send = send
+
+    # ---- what was asked --------------------------------------------------------------------------
+
+    def header(self, name: bytes) -> bytes | None:
+        """`name` in lower case. The last one of several."""
+        value = None
+        for known, given in self.headers:
+            if known == name:
+                value = given
+        return value
+
+    def segment(self, name: str) -> str:
+        assert self.found is not None
+        return self.found.segments[name]
+
+    @property
+    def sandbox(self) -> SandboxId:
+        """The id in the path. Raises InvalidArgumentError."""
+        return parse_sandbox_id(self.segment("id"))
+
+    @property
+    def exec(self) -> ExecId:
+        return parse_exec_id(self.segment("exec"))
+
+    @property
+    def caller(self) -> Caller:
+        if self._caller is None:
+            assert self.principal is not None
+            self._caller = caller_of(self.principal)
+        return self._caller
+
+    @property
+    def key(self) -> str | None:
+        """The idempotency key. Raises InvalidArgumentError or LimitError."""
+        raw = self.header(b"idempotency-key")
+        if raw is None:
+            return None
+        if len(raw) > IDEMPOTENCY_KEY_BYTES_MAX:
+            raise LimitError(f"an Idempotency-Key has at most {IDEMPOTENCY_KEY_BYTES_MAX} bytes")
+        text = text_of(raw, "the Idempotency-Key")
+        if not text or not text.isascii() or not text.isprintable():
+            raise InvalidArgumentError("an Idempotency-Key is 1 or more printable ASCII characters")
+        return text
+
+    def accepts(self, media: str) -> bool:
+        """Whether the Accept header names this media type."""
+        accept = (self.header(b"accept") or b"").decode("latin-1")
+        return any(part.partition(";")[0].strip().lower() == media for part in accept.split(","))
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises ClientGoneError when it is cut, DeadlineError when it stands still."""
+        more = True
+        while more:
+            try:
+                async with asyncio.timeout(BODY_IDLE_S):
+                    message = await self._receive()
+            except TimeoutError as error:
+                raise DeadlineError(f"nothing of the request's body came for {BODY_IDLE_S:g} s") from error
+            if message["type"] != "http.request":
+                raise ClientGoneError
+            more = message.get("more_body", False)
+            if body := message.get("body"):
+                yield body
+
+    async def body(self) -> bytes:
+        """The whole body. Raises LimitError above BODY_BYTES_MAX."""
+        length = self.header(b"content-length")
+        if length is not None and int(length) > BODY_BYTES_MAX:
+            raise _body_too_large()
+        parts: list[bytes] = []
+        size = 0
+        async for chunk in self.chunks():
+            size += len(chunk)
+            if size > BODY_BYTES_MAX:
+                raise _body_too_large()
+            parts.append(chunk)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def record(self, kind: type[T]) -> T:
+        """The body as a record; no body is the record with nothing but defaults. Raises InvalidArgumentError."""
+        return from_json(await self.body() or b"{}", kind)
+
+    # ---- asking the node -------------------------------------------------------------------------
+
+    async def call(self, method: Method, record: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> bytes:
+        return await self.services.rpc.call(
+            self._node(), method, pack(record), caller=self.caller, timeout_s=timeout_s, key=self.key
+        )
+
+    async def forward(
+        self, method: Method, record: Any, answer: type[Any], *, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Answer:
+        """The node's answer, as JSON."""
+        return Answer(to_json(unpack(await self.call(method, record, timeout_s=timeout_s), answer)))
+
+    async def open(self, method: Method, record: Any) -> Stream:
+        return await self.services.rpc.open(self._node(), method, pack(record), caller=self.caller)
+
+    def _node(self) -> NodeId:
+        assert self.found is not None
+        return node_of(self.sandbox) if "id" in self.found.segments else self.services.node
+
+    # ---- answering -------------------------------------------------------------------------------
+
+    async def answer(self, answer: Answer) -> None:
+        headers = [(b"content-length", b"%d" % len(answer.body)), *(answer.headers or ())]
+        await self.start(answer.status, answer.type, headers)
+        await self._emit(answer.body, more=False)
+
+    async def start(self, status: int, media: str, headers: Headers) -> None:
+        self.started = True
+        self.status = status
+        own = [(b"content-type", media.encode()), (b"x-request-id", self.id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
+
+    async def write(self, data: bytes) -> None:
+        """Waits while the client is behind. Raises ClientGoneError when it takes nothing for WRITE_STALL_S."""
+        if data:  # an empty chunk would be the end
+            await self._emit(data, more=True)
+
+    async def end(self) -> None:
+        await self._emit(b"", more=False)
+
+    async def refuse_upgrade(self, answer: Answer, headers: Headers) -> None:
+        """An HTTP answer in place of a WebSocket."""
+        start = {"type": "websocket.http.response.start", "status": answer.status, "headers": headers}
+        try:
+            await self._send(start)
+            await self._send({"type": "websocket.http.response.body", "body": answer.body, "more_body": False})
+        except OSError as error:
+            raise ClientGoneError from error
+
+    async def _emit(self, data: bytes, *, more: bool) -> None:
+        try:
+            async with asyncio.timeout(WRITE_STALL_S):
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError as error:
+            raise ClientGoneError from error
+
+
+def _body_too_large() -> LimitError:
+    return LimitError(
+        f"the body is above {BODY_BYTES_MAX} bytes", hint="write large data with PUT /v1/sandboxes/{id}/files"
+    )

@@ -1,0 +1,32 @@
+"""All routes, by area."""
+
+from __future__ import annotations
+
+from dsec.api.routes import (
+    archives,
+    batch,
+    environments,
+    execs,
+    files,
+    host,
+    output,
+    sandboxes,
+    sessions,
+    sockets,
+    tokens,
+)
+from dsec.api.routing import Route
+
+ROUTES: tuple[Route, ...] = (
+    *host.ROUTES,
+    *sandboxes.ROUTES,
+    *batch.ROUTES,
+    *execs.ROUTES,
+    *output.ROUTES,
+    *sessions.ROUTES,
+    *files.ROUTES,
+    *archives.ROUTES,
+    *sockets.ROUTES,
+    *environments.ROUTES,
+    *tokens.ROUTES,
+)

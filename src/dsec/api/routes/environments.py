@@ -1,0 +1,94 @@
+"""Environments of the node: what sandboxes start from."""
+
+from __future__ import annotations
+
+from dsec.api.errors import told
+from dsec.api.request import Answer, ClientGoneError, Request
+from dsec.api.routing import Route
+from dsec.core.errors import ProtocolError
+from dsec.core.ids import parse_name
+from dsec.wire.api import TYPE_NDJSON
+from dsec.wire.codec import to_json, unpack
+from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo, EnvironmentPage, EnvironmentRef
+from dsec.wire.frames import Frame, FrameType
+from dsec.wire.node import Done, Method, Nothing, Right
+
+
+async def list_environments(request: Request) -> Answer:
+    return await request.forward(Method.ENVIRONMENT_LIST, Nothing(), EnvironmentPage)
+
+
+async def get_environment(request: Request) -> Answer:
+    return await request.forward(Method.ENVIRONMENT_GET, _named(request), EnvironmentInfo)
+
+
+async def remove_environment(request: Request) -> Answer:
+    return await request.forward(Method.ENVIRONMENT_REMOVE, _named(request), Done)
+
+
+def _named(request: Request) -> EnvironmentRef:
+    return EnvironmentRef(parse_name(request.segment("name"), "environment name"))
+
+
+async def build_environment(request: Request) -> None:
+    """A build that fails after its first line is told in the last one; the client's going away cancels it."""
+    stream = await request.open(Method.ENVIRONMENT_BUILD, await request.record(BuildRequest))
+    try:
+        frame = await stream.recv()
+        await request.start(200, TYPE_NDJSON, [])
+        try:
+            while frame is not None:
+                await request.write(to_json(_event(frame)) + b"\n")
+                frame = await stream.recv()
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            await request.write(to_json(BuildEvent(kind="error", error=told(error))) + b"\n")
+        await request.end()
+    finally:
+        await stream.close()
+
+
+def _event(frame: Frame) -> BuildEvent:
+    match frame.type:
+        case FrameType.EVENT:
+            return unpack(frame.body, BuildEvent)
+        case FrameType.END:
+            return BuildEvent(kind="done", environment=unpack(frame.body, EnvironmentInfo))
+    raise ProtocolError(f"the node sent a frame of type {frame.type}")
+
+
+_ONE = "/v1/environments/{name}"
+
+ROUTES = (
+    Route(
+        "GET",
+        "/v1/environments",
+        list_environments,
+        "The environments of this node.",
+        Right.READ,
+        answer=EnvironmentPage,
+    ),
+    Route("GET", _ONE, get_environment, "One environment.", Right.READ, answer=EnvironmentInfo, statuses=(404,)),
+    Route(
+        "DELETE",
+        _ONE,
+        remove_environment,
+        "Forget an environment; its layers go when nothing uses them.",
+        Right.ADMIN,
+        answer=Done,
+        statuses=(404, 409),
+        mutates=True,
+    ),
+    Route(
+        "POST",
+        "/v1/environments",
+        build_environment,
+        "Build an environment. Answers a line for each event; the last is `done` or `error`.",
+        Right.ADMIN,
+        body=BuildRequest,
+        answer={TYPE_NDJSON: BuildEvent},
+        statuses=(404, 409, 429),
+        mutates=True,
+    ),
+)

@@ -1,0 +1,190 @@
+"""Sandboxes: create, find, change, end."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from dsec.api.query import Kind, Param
+from dsec.api.request import CALL_MARGIN_S, Answer, Request
+from dsec.api.routing import Route
+from dsec.core.errors import DeadlineError, InvalidArgumentError
+from dsec.core.limits import LIST_PAGE_DEFAULT, LIST_PAGE_MAX
+from dsec.core.spec import check_labels
+from dsec.core.states import SandboxState
+from dsec.wire.codec import pack, to_json, unpack
+from dsec.wire.node import Method, Right, SetTtl
+from dsec.wire.records import CreateRequest, ListQuery, Metrics, Sandbox, SandboxPage, SandboxRef, TtlRequest
+
+_CHANGE_TIMEOUT_S = 120.0  # pause, resume and destroy: the node has its own, shorter deadlines for their steps
+_STATES = frozenset(map(str, SandboxState))
+_WAIT = re.compile(r"wait=([0-9]{1,6}(?:\.[0-9]{1,3})?)\Z")
+
+
+async def create_sandbox(request: Request) -> Answer:
+    body = await request.record(CreateRequest)
+    wait_s = _preferred_wait_s(request)
+    sandbox = await create(request, body, key=request.key, wait_s=wait_s)
+    return Answer(to_json(sandbox), status=201)
+
+
+async def create(request: Request, body: CreateRequest, *, key: str | None, wait_s: float | None = None) -> Sandbox:
+    """With a key the creation completes whatever becomes of the caller, and is found by the key."""
+    services = request.services
+    timeout_s = body.timeout_s if wait_s is None or key is not None else min(wait_s, body.timeout_s)
+    work = services.rpc.call(
+        services.node,
+        Method.CREATE,
+        pack(body),
+        caller=request.caller,
+        timeout_s=timeout_s + (CALL_MARGIN_S if timeout_s == body.timeout_s else 0.0),
+        key=key,
+    )
+    if key is None:
+        return unpack(await work, Sandbox)
+    return unpack(await _waited(services.keeper.start(work), wait_s), Sandbox)
+
+
+async def _waited(task: asyncio.Task[bytes], wait_s: float | None) -> bytes:
+    try:
+        async with asyncio.timeout(wait_s) as limit:
+            return await asyncio.shield(task)
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise DeadlineError(
+            f"the sandbox is not ready after {wait_s:g} s and is still being made",
+            hint="ask again with the same Idempotency-Key",
+            retry_after_s=1.0,
+        ) from error
+
+
+def _preferred_wait_s(request: Request) -> float | None:
+    """`Prefer: wait=N` (RFC 7240). Preferences that we do not know are ignored, as it says."""
+    for preference in (request.header(b"prefer") or b"").decode("latin-1").split(","):
+        if preference.strip().partition("=")[0].strip().lower() == "wait":
+            found = _WAIT.match(preference.strip().replace(" ", ""))
+            if not found:
+                raise InvalidArgumentError("Prefer: wait needs seconds", hint="such as 'Prefer: wait=10'")
+            return float(found[1])
+    return None
+
+
+async def list_sandboxes(request: Request) -> Answer:
+    query = request.query
+    listing = ListQuery(
+        labels=_labels(query["label"]),
+        name=query["name"],
+        states=_states(query["state"]),
+        limit=query["limit"],
+        cursor=query["cursor"],
+    )
+    return await request.forward(Method.LIST, listing, SandboxPage)
+
+
+def _labels(given: list[str]) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or key in labels:
+            raise InvalidArgumentError(f"label {text[:40]!r} must be key=value, each key once")
+        labels[key] = value
+    check_labels(labels)
+    return labels
+
+
+def _states(given: list[str]) -> list[str]:
+    for state in given:
+        if state not in _STATES:
+            raise InvalidArgumentError(f"there is no state {state[:40]!r}", hint=", ".join(sorted(_STATES)))
+    return given
+
+
+async def get_sandbox(request: Request) -> Answer:
+    return await request.forward(Method.GET, SandboxRef(request.sandbox), Sandbox)
+
+
+async def destroy_sandbox(request: Request) -> Answer:
+    return await request.forward(Method.DESTROY, SandboxRef(request.sandbox), Sandbox, timeout_s=_CHANGE_TIMEOUT_S)
+
+
+async def set_ttl(request: Request) -> Answer:
+    return await request.forward(Method.SET_TTL, SetTtl(request.sandbox, await request.record(TtlRequest)), Sandbox)
+
+
+async def pause_sandbox(request: Request) -> Answer:
+    return await request.forward(Method.PAUSE, SandboxRef(request.sandbox), Sandbox, timeout_s=_CHANGE_TIMEOUT_S)
+
+
+async def resume_sandbox(request: Request) -> Answer:
+    return await request.forward(Method.RESUME, SandboxRef(request.sandbox), Sandbox, timeout_s=_CHANGE_TIMEOUT_S)
+
+
+async def get_metrics(request: Request) -> Answer:
+    return await request.forward(Method.METRICS, SandboxRef(request.sandbox), Metrics)
+
+
+_LIST = (
+    Param("label", Kind.TEXT, "key=value; several must all hold", repeated=True),
+    Param("name", Kind.TEXT, "exact name"),
+    Param("state", Kind.TEXT, "any of these; default: all that have not ended", repeated=True),
+    Param("limit", Kind.INT, "of one page", default=LIST_PAGE_DEFAULT, maximum=LIST_PAGE_MAX),
+    Param("cursor", Kind.TEXT, "`next` of the page before"),
+)
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/sandboxes",
+        create_sandbox,
+        "Create a sandbox. `Prefer: wait=N` bounds the wait; with an Idempotency-Key the creation goes on meanwhile.",
+        Right.USE,
+        body=CreateRequest,
+        answer=Sandbox,
+        status=201,
+        statuses=(409, 429, 501),
+        mutates=True,
+    ),
+    Route("GET", "/v1/sandboxes", list_sandboxes, "List sandboxes.", Right.READ, params=_LIST, answer=SandboxPage),
+    Route("GET", "/v1/sandboxes/{id}", get_sandbox, "One sandbox, ended ones too.", Right.READ, answer=Sandbox),
+    Route(
+        "DELETE",
+        "/v1/sandboxes/{id}",
+        destroy_sandbox,
+        "Destroy a sandbox. One that has ended already is not an error.",
+        Right.USE,
+        answer=Sandbox,
+        mutates=True,
+    ),
+    Route(
+        "PUT",
+        "/v1/sandboxes/{id}/ttl",
+        set_ttl,
+        "Replace both times to live.",
+        Right.USE,
+        body=TtlRequest,
+        answer=Sandbox,
+        mutates=True,
+    ),
+    Route(
+        "POST",
+        "/v1/sandboxes/{id}/pause",
+        pause_sandbox,
+        "Stop everything inside and keep its memory.",
+        Right.USE,
+        answer=Sandbox,
+        statuses=(501,),
+        mutates=True,
+    ),
+    Route(
+        "POST",
+        "/v1/sandboxes/{id}/resume",
+        resume_sandbox,
+        "Let a paused sandbox run on.",
+        Right.USE,
+        answer=Sandbox,
+        statuses=(429, 501),
+        mutates=True,
+    ),
+    Route("GET", "/v1/sandboxes/{id}/metrics", get_metrics, "What it uses now.", Right.READ, answer=Metrics),
+)

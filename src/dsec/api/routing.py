@@ -1,0 +1,104 @@
+"""The table of routes: one record each, from which requests are dispatched and the OpenAPI document is written."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from dsec.api.errors import MethodError
+from dsec.api.query import Param, text_of, unquote
+from dsec.core.errors import InvalidArgumentError, NotFoundError
+from dsec.wire.node import Right
+
+if TYPE_CHECKING:
+    from dsec.api.request import Answer, Request
+    from dsec.api.websocket import Socket
+
+Handler = Callable[["Request"], Awaitable["Answer | None"]]
+"""Gives the answer, or None when it has sent one itself."""
+SocketHandler = Callable[["Request", "Socket"], Awaitable[None]]
+
+WEBSOCKET: Final = "WS"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`answer` and `body` are a record (JSON) or media types with what they hold, for the document."""
+
+    method: str
+    path: str
+    handler: Handler | SocketHandler
+    summary: str
+    right: Right | None  # None: open to everybody
+    answer: Any = None
+    status: int = 200
+    params: tuple[Param, ...] = ()
+    body: Any = None
+    statuses: tuple[int, ...] = ()  # of errors, beside those that every route has
+    mutates: bool = False  # takes Idempotency-Key
+
+    @property
+    def name(self) -> str:
+        return getattr(self.handler, "__name__", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    route: Route
+    segments: dict[str, str]
+
+
+@dataclass(slots=True)
+class _Level:
+    fixed: dict[str, _Level] = field(default_factory=dict)
+    named: _Level | None = None
+    routes: dict[str, tuple[Route, tuple[str, ...]]] = field(default_factory=dict)
+
+
+class RouteTable:
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self.routes = tuple(routes)
+        self._top = _Level()
+        for route in self.routes:
+            self._add(route)
+
+    def find(self, method: str, raw_path: bytes) -> Found:
+        """Raises NotFoundError for a path that is not there, MethodError for a method that it does not have."""
+        level = self._top
+        values: list[str] = []
+        for raw in raw_path.split(b"/")[1:]:
+            segment = text_of(unquote(raw), "the path")
+            following = level.fixed.get(segment)
+            if following is None:
+                following = level.named if segment else None
+                values.append(segment)
+            if following is None:
+                raise _not_found(raw_path)
+            level = following
+        entry = level.routes.get(method)
+        if entry is not None:
+            return Found(entry[0], dict(zip(entry[1], values, strict=True)))
+        if not level.routes:
+            raise _not_found(raw_path)
+        if method == "GET" and WEBSOCKET in level.routes:
+            raise InvalidArgumentError("this path speaks WebSocket", hint="connect with 'Upgrade: websocket'")
+        raise MethodError(method, sorted("GET" if known == WEBSOCKET else known for known in level.routes))
+
+    def _add(self, route: Route) -> None:
+        level = self._top
+        names = []
+        for segment in route.path.split("/")[1:]:
+            if segment.startswith("{"):
+                names.append(segment[1:-1])
+                level.named = level.named or _Level()
+                level = level.named
+            else:
+                level = level.fixed.setdefault(segment, _Level())
+        if route.method in level.routes:
+            raise AssertionError(f"two routes for {route.method} {route.path}")
+        level.routes[route.method] = (route, tuple(names))
+
+
+def _not_found(raw_path: bytes) -> NotFoundError:
+    return NotFoundError(f"there is nothing at {raw_path[:120].decode('ascii', 'replace')}", hint="see /openapi.json")
