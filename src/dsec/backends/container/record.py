@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from dsec.core.errors import StorageError
-from dsec.wire.codec import pack
+from dsec.core.errors import ProtocolError, StorageError
+from dsec.wire.codec import pack, unpack
 from dsec.wire.launch import DestroyArgs, LaunchPlan
 
 RECORD_VERSION = 1
@@ -53,8 +53,8 @@ def record_of(plan: LaunchPlan, boot_id: str) -> ContainerRecord:
 def parse_record(data: bytes) -> ContainerRecord:
     """Raises StorageError for a record of a later version or of nothing that we know."""
     try:
-        record = msgspec.msgpack.decode(data, type=ContainerRecord)
-    except msgspec.MsgspecError as error:
+        record = unpack(data, ContainerRecord)
+    except ProtocolError as error:
         raise StorageError(f"the journal's record of a container is not readable: {error}") from error
     if record.version > RECORD_VERSION:
         raise StorageError(f"the record of {record.sandbox} is of version {record.version}, newer than this program")
