@@ -3,7 +3,7 @@
 
 PY := .venv/bin/python
 CARGO := ../tools/cargo
-PYTHON_CODE := src tests bench examples tools hatch_build.py
+PYTHON_CODE := $(wildcard src tests bench examples tools hatch_build.py)
 
 .PHONY: help setup check fmt fmt-check lint types imports rust test soak bench docs lock clean
 .NOTPARALLEL:
@@ -68,4 +68,4 @@ lock:
 
 clean:
 	rm -rf native/target build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/dsec/_bin
-	find src tests bench examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(filter-out %.py,$(PYTHON_CODE)) -name __pycache__ -type d -prune -exec rm -rf {} +
