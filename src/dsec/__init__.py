@@ -1,3 +1,125 @@
-"""dsec: isolated, stateful places for AI agents to work in, on four substrates."""
+"""dsec: isolated, stateful places for AI agents to work in, on four substrates.
+
+    import dsec
+
+    with dsec.Sandbox.create("base") as sb:
+        print(sb.exec("echo hello").stdout)
+
+Names are loaded when they are first used: importing this costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from dsec import errors as errors
+    from dsec.core.errors import CommandError as CommandError
+    from dsec.core.errors import DsecError as DsecError
+    from dsec.core.spec import Environment as Environment
+    from dsec.sdk.client import AsyncClient as AsyncClient
+    from dsec.sdk.client import AsyncCreated as AsyncCreated
+    from dsec.sdk.environments import AsyncEnvironments as AsyncEnvironments
+    from dsec.sdk.files import AsyncFiles as AsyncFiles
+    from dsec.sdk.files import AsyncWatch as AsyncWatch
+    from dsec.sdk.ports import AsyncConnection as AsyncConnection
+    from dsec.sdk.process import AsyncProcess as AsyncProcess
+    from dsec.sdk.pty import AsyncPty as AsyncPty
+    from dsec.sdk.results import Chunk as Chunk
+    from dsec.sdk.results import ExecResult as ExecResult
+    from dsec.sdk.results import ExecUsage as ExecUsage
+    from dsec.sdk.sandbox import AsyncSandbox as AsyncSandbox
+    from dsec.sdk.sessions import AsyncSession as AsyncSession
+    from dsec.sdk.sync import Client as Client
+    from dsec.sdk.sync import Connection as Connection
+    from dsec.sdk.sync import Created as Created
+    from dsec.sdk.sync import Environments as Environments
+    from dsec.sdk.sync import Files as Files
+    from dsec.sdk.sync import Process as Process
+    from dsec.sdk.sync import Pty as Pty
+    from dsec.sdk.sync import Sandbox as Sandbox
+    from dsec.sdk.sync import Session as Session
+    from dsec.sdk.sync import Watch as Watch
+    from dsec.sdk.sync import create_many as create_many
+    from dsec.sdk.transfer import Transfer as Transfer
+    from dsec.wire.environments import BuildEvent as BuildEvent
+    from dsec.wire.environments import DebianSource as DebianSource
+    from dsec.wire.environments import DirectorySource as DirectorySource
+    from dsec.wire.environments import EnvironmentInfo as EnvironmentInfo
+    from dsec.wire.environments import OciSource as OciSource
+    from dsec.wire.environments import Ownership as Ownership
+    from dsec.wire.environments import TarSource as TarSource
+    from dsec.wire.records import ExecInfo as ExecInfo
+    from dsec.wire.records import FileInfo as FileInfo
+    from dsec.wire.records import Gap as Gap
+    from dsec.wire.records import Metrics as Metrics
+    from dsec.wire.records import Sandbox as SandboxInfo
+    from dsec.wire.records import SessionInfo as SessionInfo
+    from dsec.wire.records import TtySize as TtySize
+    from dsec.wire.records import WatchNotice as WatchNotice
+
+# Name → where it is, and what it is called there when that differs.
+_NAMES: Final[dict[str, str]] = {
+    "AsyncClient": "dsec.sdk.client",
+    "AsyncConnection": "dsec.sdk.ports",
+    "AsyncCreated": "dsec.sdk.client",
+    "AsyncEnvironments": "dsec.sdk.environments",
+    "AsyncFiles": "dsec.sdk.files",
+    "AsyncProcess": "dsec.sdk.process",
+    "AsyncPty": "dsec.sdk.pty",
+    "AsyncSandbox": "dsec.sdk.sandbox",
+    "AsyncSession": "dsec.sdk.sessions",
+    "AsyncWatch": "dsec.sdk.files",
+    "BuildEvent": "dsec.wire.environments",
+    "Chunk": "dsec.sdk.results",
+    "Client": "dsec.sdk.sync",
+    "CommandError": "dsec.core.errors",
+    "Connection": "dsec.sdk.sync",
+    "Created": "dsec.sdk.sync",
+    "DebianSource": "dsec.wire.environments",
+    "DirectorySource": "dsec.wire.environments",
+    "DsecError": "dsec.core.errors",
+    "Environment": "dsec.core.spec",
+    "EnvironmentInfo": "dsec.wire.environments",
+    "Environments": "dsec.sdk.sync",
+    "ExecInfo": "dsec.wire.records",
+    "ExecResult": "dsec.sdk.results",
+    "ExecUsage": "dsec.sdk.results",
+    "FileInfo": "dsec.wire.records",
+    "Files": "dsec.sdk.sync",
+    "Gap": "dsec.wire.records",
+    "Metrics": "dsec.wire.records",
+    "OciSource": "dsec.wire.environments",
+    "Ownership": "dsec.wire.environments",
+    "Process": "dsec.sdk.sync",
+    "Pty": "dsec.sdk.sync",
+    "Sandbox": "dsec.sdk.sync",
+    "SandboxInfo": "dsec.wire.records:Sandbox",
+    "Session": "dsec.sdk.sync",
+    "SessionInfo": "dsec.wire.records",
+    "TarSource": "dsec.wire.environments",
+    "Transfer": "dsec.sdk.transfer",
+    "TtySize": "dsec.wire.records",
+    "Watch": "dsec.sdk.sync",
+    "WatchNotice": "dsec.wire.records",
+    "create_many": "dsec.sdk.sync",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("dsec.errors")
+    place = _NAMES.get(name)
+    if place is None:
+        raise AttributeError(f"module 'dsec' has no attribute {name!r}")
+    module, _, there = place.partition(":")
+    value = getattr(importlib.import_module(module), there or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_NAMES, "errors"})

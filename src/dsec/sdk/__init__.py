@@ -1,0 +1,1 @@
+"""What users import: the client library. `dsec` itself re-exports its names."""

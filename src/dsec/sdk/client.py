@@ -1,0 +1,265 @@
+"""A client: one service, one identity, and what may be asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, Self, Unpack
+
+from dsec.core import limits
+from dsec.core.errors import DsecError, GoneError, InvalidArgumentError, LimitError, ProtocolError, UnavailableError
+from dsec.core.ids import parse_sandbox_id
+from dsec.core.spec import Environment
+from dsec.core.states import ENDED
+from dsec.sdk.endpoint import find_endpoint
+from dsec.sdk.environments import AsyncEnvironments
+from dsec.sdk.lines import json_lines
+from dsec.sdk.requests import CreateOptions, make_spec
+from dsec.sdk.sandbox import AsyncSandbox
+from dsec.sdk.transport import Transport
+from dsec.wire import api
+from dsec.wire.errors import ErrorBody, error_of
+from dsec.wire.records import BatchItem, BatchRequest, CreateRequest, DoctorReport, Health, SandboxPage
+from dsec.wire.records import Sandbox as SandboxInfo
+
+_MARGIN_S: Final = 10.0  # beyond the service's own deadline, for its answer to arrive
+_UNDO_TIMEOUT_S: Final = 15.0
+_BATCH_STALLS_MAX: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncCreated:
+    """One of many: exactly one of `sandbox` and `error`."""
+
+    index: int
+    sandbox: AsyncSandbox | None = None
+    error: DsecError | None = None
+
+
+class AsyncClient:
+    """Speaks to one service. Arguments win over DSEC_URL and DSEC_TOKEN; without any of them it is the service of
+    this machine, which is started when it does not run.
+
+        async with dsec.AsyncClient() as client:
+            sandboxes = await client.list()
+    """
+
+    def __init__(self, url: str | None = None, token: str | None = None, *, request_timeout_s: float = 60.0) -> None:
+        self._transport = Transport(find_endpoint(url, token), request_timeout_s=request_timeout_s)
+        self._environments = AsyncEnvironments(self._transport)
+
+    @property
+    def url(self) -> str:
+        """Where the service is."""
+        return str(self._transport.endpoint)
+
+    @property
+    def environments(self) -> AsyncEnvironments:
+        """What sandboxes start from."""
+        return self._environments
+
+    # ---- sandboxes ----
+
+    async def create(
+        self,
+        environment: str | Environment = "base",
+        *,
+        idempotency_key: str | None = None,
+        timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        **options: Unpack[CreateOptions],
+    ) -> AsyncSandbox:
+        """A new sandbox; arguments as those of `Sandbox.create`."""
+        request = CreateRequest(spec=make_spec(environment, **options), timeout_s=timeout_s)
+        key = _key(idempotency_key)
+        try:
+            return AsyncSandbox(self, await self._create(request, key))
+        except asyncio.CancelledError:
+            # It may exist by now, and nobody would ever hear of it.
+            with contextlib.suppress(Exception):
+                await asyncio.shield(asyncio.wait_for(self._undo(request, key), _UNDO_TIMEOUT_S))
+            raise
+
+    async def _create(self, request: CreateRequest, key: str) -> SandboxInfo:
+        return await self._transport.call(
+            "POST",
+            "/sandboxes",
+            SandboxInfo,
+            body=request,
+            key=key,
+            long=True,
+            timeout_s=request.timeout_s + _MARGIN_S,
+            headers={"Prefer": f"wait={request.timeout_s:g}"},
+        )
+
+    async def _undo(self, request: CreateRequest, key: str) -> None:
+        await AsyncSandbox(self, await self._create(request, key)).destroy()
+
+    async def create_many(
+        self,
+        count: int,
+        environment: str | Environment = "base",
+        *,
+        idempotency_key: str | None = None,
+        timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        **options: Unpack[CreateOptions],
+    ) -> list[AsyncSandbox | DsecError]:
+        """`count` sandboxes alike: for each, in order, the sandbox or the error that it failed with."""
+        found: dict[int, AsyncSandbox | DsecError] = {}
+        made = self.iter_create(count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, **options)
+        async with contextlib.aclosing(made) as items:
+            async for item in items:
+                found[item.index] = item.sandbox or item.error or ProtocolError("an item without sandbox and error")
+        return [found[index] for index in range(count)]
+
+    async def iter_create(
+        self,
+        count: int,
+        environment: str | Environment = "base",
+        *,
+        idempotency_key: str | None = None,
+        timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        **options: Unpack[CreateOptions],
+    ) -> AsyncGenerator[AsyncCreated, None]:
+        """`count` sandboxes alike, each as soon as it is there (or has failed); every index comes once."""
+        if not 1 <= count <= _MANY_MAX:
+            raise LimitError(f"count must be between 1 and {_MANY_MAX}, and is {count}")
+        spec = make_spec(environment, **options)
+        key = _key(idempotency_key)
+        for first in range(0, count, limits.BATCH_ITEMS_MAX):
+            size = min(limits.BATCH_ITEMS_MAX, count - first)
+            request = BatchRequest(spec=spec, count=size, timeout_s=timeout_s)
+            part = key if first == 0 else f"{key}.{first}"
+            async with contextlib.aclosing(self._batch(request, part)) as items:
+                async for item in items:
+                    yield self._created(first, item)
+
+    async def _batch(self, request: BatchRequest, key: str) -> AsyncGenerator[BatchItem, None]:
+        """Each item once. Asking again after a lost connection gives the same sandboxes, by their keys."""
+        seen: set[int] = set()
+        stalls = 0
+        while len(seen) < request.count:
+            try:
+                async with self._transport.stream(
+                    "POST", "/sandboxes:batch", body=request, key=key, headers={"Accept": api.TYPE_NDJSON}
+                ) as response:
+                    async for item in json_lines(response, BatchItem):
+                        if not 0 <= item.index < request.count:
+                            raise ProtocolError(f"item {item.index} of a batch of {request.count}")
+                        if item.index not in seen:
+                            seen.add(item.index)
+                            stalls = 0
+                            yield item
+                if len(seen) < request.count:
+                    raise UnavailableError("the answer to a batch ended early")
+            except UnavailableError as error:
+                stalls += 1
+                await self._transport.pause(error, stalls, most=_BATCH_STALLS_MAX)
+
+    def _created(self, first: int, item: BatchItem) -> AsyncCreated:
+        index = first + item.index
+        if item.sandbox is not None:
+            return AsyncCreated(index, sandbox=AsyncSandbox(self, item.sandbox))
+        return AsyncCreated(index, error=_error_of(item.error))
+
+    async def connect(self, id: str) -> AsyncSandbox:
+        """A sandbox that exists, by its id. Raises SandboxNotFoundError, or GoneError when it has ended."""
+        sandbox = await self.get(id)
+        info = sandbox.info
+        if info.state in ENDED:
+            raise GoneError(
+                f"sandbox {id} has ended: {info.cause or info.state}"
+                + (f" ({info.cause_detail})" if info.cause_detail else ""),
+                sandbox=id,
+                detail={"state": info.state, "cause": info.cause, "ended_at": info.ended_at},
+            )
+        return sandbox
+
+    async def get(self, id: str) -> AsyncSandbox:
+        """A sandbox by its id, also one that has ended within the last day. Raises SandboxNotFoundError."""
+        info = await self._transport.call("GET", f"/sandboxes/{parse_sandbox_id(id)}", SandboxInfo)
+        return AsyncSandbox(self, info)
+
+    async def list(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        name: str | None = None,
+        states: tuple[str, ...] = (),
+        max_items: int = 10_000,
+    ) -> list[AsyncSandbox]:
+        """The sandboxes that have all of `labels`; without `states` those that have not ended."""
+        found: list[AsyncSandbox] = []
+        cursor: str | None = None
+        while len(found) < max_items:
+            page = await self._transport.call("GET", _list_path(labels, name, states, cursor, max_items), SandboxPage)
+            found += [AsyncSandbox(self, info) for info in page.sandboxes]
+            if page.next is None or page.next == cursor:
+                break
+            cursor = page.next
+        return found[:max_items]
+
+    # ---- the service ----
+
+    async def health(self) -> Health:
+        """The service's version and node."""
+        return await self._transport.call("GET", "/health", Health)
+
+    async def doctor(self) -> DoctorReport:
+        """What the node can do, and what it lacks."""
+        return await self._transport.call("GET", "/doctor", DoctorReport)
+
+    async def close(self) -> None:
+        """Closes the connections. The client may be used again; sandboxes are not touched."""
+        await self._transport.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+
+_MANY_MAX: Final = 1_000_000
+
+
+def _key(given: str | None) -> str:
+    if given is None:
+        return secrets.token_hex(16)
+    if not given or len(given) > limits.IDEMPOTENCY_KEY_BYTES_MAX or not given.isascii() or not given.isprintable():
+        raise InvalidArgumentError(
+            f"an idempotency key is 1 to {limits.IDEMPOTENCY_KEY_BYTES_MAX} printable ASCII characters"
+        )
+    return given
+
+
+def _list_path(
+    labels: Mapping[str, str] | None, name: str | None, states: tuple[str, ...], cursor: str | None, most: int
+) -> str:
+    """A query may hold several labels and states, so it is written here."""
+    from dsec.sdk.transport import encode_query
+
+    parts = [encode_query({"label": f"{k}={v}"}) for k, v in (labels or {}).items()]
+    parts += [encode_query({"state": state}) for state in states]
+    parts.append(encode_query({"name": name, "limit": min(limits.LIST_PAGE_MAX, most), "cursor": cursor}))
+    return "/sandboxes?" + "&".join(part for part in parts if part)
+
+
+def _error_of(body: dict[str, Any] | None) -> DsecError:
+    import msgspec
+
+    if body is None:
+        return ProtocolError("an item of a batch holds neither sandbox nor error")
+    try:
+        return error_of(msgspec.convert(body, ErrorBody))
+    except msgspec.ValidationError:
+        return ProtocolError("the error of an item of a batch is not understood")
+
+
+@cache
+def default_client() -> AsyncClient:
+    """The client that is used when none is named: DSEC_URL, or the service of this machine."""
+    return AsyncClient()

@@ -1,0 +1,66 @@
+"""Where the service is: an address given, one from the environment, or the local socket."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from dsec.core.errors import InvalidArgumentError
+from dsec.wire import api
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Exactly one of `socket` and `base` decides: a UNIX socket, or an http(s) address without a trailing slash."""
+
+    socket: str | None = None
+    base: str = "http://dsec"
+    token: str | None = None
+    autostart: bool = False  # nothing was asked for: the local service may be started
+
+    def __str__(self) -> str:
+        return f"unix://{self.socket}" if self.socket else self.base
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self})"  # without the token: this ends up in logs
+
+
+def find_endpoint(url: str | None = None, token: str | None = None) -> Endpoint:
+    """Arguments win over DSEC_URL and DSEC_TOKEN; without either it is the local socket."""
+    token = token if token is not None else os.environ.get(api.ENV_TOKEN) or None
+    url = url if url is not None else os.environ.get(api.ENV_URL) or None
+    if token is not None and any(ord(c) <= 32 or ord(c) > 126 for c in token):
+        raise InvalidArgumentError("the token holds characters that no token has", hint="look for a line break in it")
+    if url is None:
+        return Endpoint(socket=str(local_run_dir() / api.DEFAULT_SOCKET_NAME), token=token, autostart=True)
+    return parse_endpoint(url, token)
+
+
+def parse_endpoint(url: str, token: str | None = None) -> Endpoint:
+    """`unix:///path`, `http://host:port` or `https://…`. Raises InvalidArgumentError."""
+    hint = "write http://host:port, https://host or unix:///path/to/api.sock"
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        path = unquote(parts.path)
+        if parts.netloc or not path.startswith("/") or "\0" in path:
+            raise InvalidArgumentError(f"{url[:200]!r} does not name a socket by an absolute path", hint=hint)
+        return Endpoint(socket=path, token=token)
+    try:
+        port_is_fine = parts.port is None or parts.port > 0
+    except ValueError:
+        port_is_fine = False
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_fine:
+        raise InvalidArgumentError(f"{url[:200]!r} is not an address of the service", hint=hint)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise InvalidArgumentError("the address must hold no user, query or fragment", hint="pass token= instead")
+    return Endpoint(base=url.rstrip("/"), token=token)
+
+
+def local_run_dir() -> Path:
+    """Where the local service of this user keeps its socket."""
+    if os.geteuid() == 0:
+        return Path(api.RUN_DIR_ROOT)
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
+    return Path(runtime) / "dsec"

@@ -1,0 +1,103 @@
+"""The environments that sandboxes start from."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dsec.core.errors import EnvironmentNotFoundError, ProtocolError, UnavailableError
+from dsec.core.ids import parse_name
+from dsec.sdk.lines import json_lines
+from dsec.sdk.transport import Transport
+from dsec.wire import api
+from dsec.wire.environments import BuildEvent, BuildRequest, BuildSource, EnvironmentInfo
+from dsec.wire.errors import ErrorBody, error_of
+
+_ATTEMPTS_MAX = 6
+
+
+class _Nothing(msgspec.Struct):
+    pass
+
+
+class _Page(msgspec.Struct):
+    environments: list[EnvironmentInfo] = []
+
+
+class AsyncEnvironments:
+    """`client.environments`: what the service has, and how more are made."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    async def list(self) -> list[EnvironmentInfo]:
+        """All of them, by name."""
+        return (await self._transport.call("GET", "/environments", _Page)).environments
+
+    async def get(self, name: str) -> EnvironmentInfo:
+        """One of them. Raises EnvironmentNotFoundError."""
+        return await self._transport.call("GET", f"/environments/{parse_name(name)}", EnvironmentInfo)
+
+    async def exists(self, name: str) -> bool:
+        """Whether there is one of that name."""
+        try:
+            await self.get(name)
+        except EnvironmentNotFoundError:
+            return False
+        return True
+
+    async def build(
+        self,
+        name: str,
+        source: BuildSource,
+        *,
+        replace: bool = False,
+        refresh: bool = False,
+        on_event: Callable[[BuildEvent], Any] | None = None,
+    ) -> EnvironmentInfo:
+        """Makes the environment `name`, and returns once sandboxes can start from it.
+
+        `source`: `dsec.DebianSource(packages=(…))`, `DirectorySource`, `TarSource` or `OciSource`; paths are the
+        node's. A name that exists with the same content is success at once; with other content it is a ConflictError
+        unless `replace`. `refresh` builds even what was built before. `on_event` hears each BuildEvent.
+        """
+        request = BuildRequest(name=name, source=source, replace=replace, refresh=refresh)
+        attempt = 0
+        while True:
+            try:
+                return await self._build(request, on_event)
+            except UnavailableError as error:
+                # Building the same thing again joins the build that runs, or finds it done.
+                attempt += 1
+                await self._transport.pause(error, attempt, most=_ATTEMPTS_MAX)
+
+    async def _build(self, request: BuildRequest, on_event: Callable[[BuildEvent], Any] | None) -> EnvironmentInfo:
+        async with self._transport.stream(
+            "POST", "/environments", body=request, headers={"Accept": api.TYPE_NDJSON}
+        ) as response:
+            async for event in json_lines(response, BuildEvent):
+                if on_event is not None:
+                    given = on_event(event)
+                    if inspect.isawaitable(given):
+                        await asyncio.ensure_future(given)
+                if event.kind == "error":
+                    raise error_of(
+                        event.error or ErrorBody(code="internal", message=event.message or "the build failed")
+                    )
+                if event.kind == "done":
+                    if event.environment is None:
+                        raise ProtocolError("the service does not say what it has built")
+                    return event.environment
+        raise UnavailableError("the connection was lost during the build")
+
+    async def remove(self, name: str, *, missing_ok: bool = False) -> None:
+        """Removes the name; its layers go once nothing uses them. Raises EnvironmentNotFoundError."""
+        try:
+            await self._transport.call("DELETE", f"/environments/{parse_name(name)}", _Nothing, repeatable=True)
+        except EnvironmentNotFoundError:
+            if not missing_ok:
+                raise

@@ -1,0 +1,278 @@
+"""Files of a sandbox. Paths are absolute and are the sandbox's own; nothing here touches files of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from typing import Any, Final, Self
+
+import msgspec
+
+from dsec.core import limits
+from dsec.core.errors import ConflictError, DsecError, LimitError, PathNotFoundError, ProtocolError, UnavailableError
+from dsec.core.spec import check_path
+from dsec.sdk.transport import Messages, Query, Transport, decode_reply
+from dsec.wire import api
+from dsec.wire.records import FileInfo, FilePage, WatchNotice, WriteAnswer
+
+READ_BYTES_DEFAULT: Final = 256 << 20  # what one read may bring into memory: the sandbox decides how big its files are
+_TRANSFER_TIMEOUT_S: Final = 86_400.0
+_RESUMES_MAX: Final = 8  # without progress
+RemotePath = str | bytes
+
+
+class AsyncWatch:
+    """Notices of changes, as they happen. One of kind "overflow" says that some were lost.
+
+    Iterating raises UnavailableError when the connection is lost.
+    """
+
+    def __init__(self, stack: AsyncExitStack, messages: Messages) -> None:
+        self._stack = stack
+        self._messages = messages
+
+    async def __aiter__(self) -> AsyncGenerator[WatchNotice, None]:
+        while (text := await self._messages.receive()) is not None:
+            yield decode_reply(text, WatchNotice)
+
+    async def close(self) -> None:
+        """Stops watching. Doing it twice is fine."""
+        await self._stack.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+
+class _Nothing(msgspec.Struct):
+    pass
+
+
+class AsyncFiles:
+    """`sandbox.files`. `user` acts with that user's rights (default root). Failures raise FileError with the errno,
+    or PathNotFoundError."""
+
+    def __init__(self, transport: Transport, sandbox: str) -> None:
+        self._transport = transport
+        self._path = f"/sandboxes/{sandbox}"
+
+    async def read(
+        self,
+        path: RemotePath,
+        *,
+        encoding: str = "utf-8",
+        errors: str = "strict",
+        max_bytes: int = READ_BYTES_DEFAULT,
+        user: str | None = None,
+    ) -> str:
+        """The file as text. Raises UnicodeDecodeError when it is not; `errors="replace"` gives it anyway."""
+        return (await self.read_bytes(path, max_bytes=max_bytes, user=user)).decode(encoding, errors)
+
+    async def read_bytes(
+        self,
+        path: RemotePath,
+        *,
+        offset: int = 0,
+        length: int | None = None,
+        max_bytes: int = READ_BYTES_DEFAULT,
+        user: str | None = None,
+    ) -> bytes:
+        """The file's content, or `length` bytes of it from `offset`. Raises LimitError above `max_bytes`."""
+        found = bytearray()
+        async for piece in self.stream(path, offset=offset, length=length, user=user):
+            if len(found) + len(piece) > max_bytes:
+                raise LimitError(
+                    f"{_shown(path)} has more than {max_bytes} bytes", hint="pass max_bytes=, or use download()"
+                )
+            found += piece
+        return bytes(found)
+
+    async def stream(
+        self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: str | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """The file's content in pieces, in constant memory. A lost connection is made again where it broke.
+
+        Raises ConflictError when the file has been changed in between.
+        """
+        if offset < 0 or (length is not None and length < 0):
+            raise LimitError("offset and length must not be negative")
+        at, end = offset, None if length is None else offset + length
+        first: FileInfo | None = None
+        failures = 0
+        while end is None or at < end:
+            try:
+                async with self._transport.stream(
+                    "GET",
+                    f"{self._path}/files",
+                    query={"path": check_path(path), "user": user},
+                    headers=_range(at, end),
+                ) as response:
+                    info = _info_of(response.headers.get(api.HEADER_FILE_INFO))
+                    if first is not None and _changed(first, info):
+                        raise ConflictError(f"{_shown(path)} was changed while it was being read", hint="read it again")
+                    first = info
+                    async for piece in response.content.iter_any():
+                        at += len(piece)
+                        failures = 0
+                        yield piece
+                return
+            except UnavailableError as error:
+                if first is not None and at >= first.size:
+                    return  # all of it had come
+                failures += 1
+                await self._transport.pause(error, failures, most=_RESUMES_MAX)
+
+    async def write(
+        self,
+        path: RemotePath,
+        data: str | bytes,
+        *,
+        offset: int | None = None,
+        append: bool = False,
+        mode: int | None = None,
+        parents: bool = True,
+        user: str | None = None,
+    ) -> int:
+        """Writes the file; gives the bytes written. Without `offset` and `append` it is replaced atomically.
+
+        Text is sent as UTF-8. `mode` is kept when None (0644 for a new file); missing directories are made.
+        """
+        raw = data.encode() if isinstance(data, str) else bytes(data)
+        answer = await self._transport.call(
+            "PUT",
+            f"{self._path}/files",
+            WriteAnswer,
+            query={
+                "path": check_path(path),
+                "offset": offset,
+                "append": append or None,
+                "mode": None if mode is None else f"{mode:o}",
+                "parents": parents,
+                "user": user,
+            },
+            data=raw,
+            headers={"Content-Type": api.TYPE_BYTES},
+            repeatable=not append,
+            long=True,
+            timeout_s=_TRANSFER_TIMEOUT_S,
+        )
+        return answer.bytes
+
+    async def stat(self, path: RemotePath, *, follow: bool = True, user: str | None = None) -> FileInfo:
+        """What is at `path`; with `follow=False` a symbolic link itself."""
+        query: Query = {"path": check_path(path), "follow": follow, "user": user}
+        return await self._transport.call("GET", f"{self._path}/files:stat", FileInfo, query=query)
+
+    async def exists(self, path: RemotePath, *, user: str | None = None) -> bool:
+        """Whether anything is at `path`; a dangling symbolic link is not."""
+        try:
+            await self.stat(path, user=user)
+        except PathNotFoundError:
+            return False
+        except DsecError as error:
+            if error.detail.get("errno") in ("ENOENT", "ENOTDIR"):
+                return False
+            raise
+        return True
+
+    async def list(self, path: RemotePath, *, max_entries: int = 100_000, user: str | None = None) -> list[FileInfo]:
+        """The entries of a directory, sorted by name. Raises LimitError above `max_entries`."""
+        found: list[FileInfo] = []
+        after: bytes | None = None
+        while True:
+            query: Query = {
+                "path": check_path(path),
+                "after": None if after is None else _cursor(after),
+                "limit": limits.LIST_ENTRIES_MAX,
+                "user": user,
+            }
+            page = await self._transport.call("GET", f"{self._path}/files:list", FilePage, query=query)
+            found += page.entries
+            if len(found) > max_entries:
+                raise LimitError(f"{_shown(path)} has more than {max_entries} entries", hint="pass max_entries=")
+            if page.after is None:
+                return found
+            if page.after == after:
+                raise ProtocolError(f"the list of {_shown(path)} does not get on")
+            after = page.after
+
+    async def mkdir(
+        self, path: RemotePath, *, parents: bool = True, mode: int = 0o755, user: str | None = None
+    ) -> None:
+        """Makes a directory. With `parents` missing ones are made too, and one that exists is fine."""
+        await self._do(
+            "mkdir", {"path": check_path(path), "parents": parents, "mode": f"{mode:o}", "user": user}, parents
+        )
+
+    async def move(
+        self, path: RemotePath, target: RemotePath, *, replace: bool = True, user: str | None = None
+    ) -> None:
+        """Renames `path` to `target`."""
+        query = {"path": check_path(path), "target": check_path(target, "target"), "replace": replace, "user": user}
+        await self._do("move", query, repeatable=False)
+
+    async def remove(
+        self, path: RemotePath, *, recursive: bool = False, missing_ok: bool = False, user: str | None = None
+    ) -> None:
+        """Removes a file or an empty directory; with `recursive` a directory and all below it."""
+        query = {"path": check_path(path), "recursive": recursive, "missing_ok": missing_ok, "user": user}
+        await self._do("remove", query, repeatable=missing_ok)
+
+    async def chmod(self, path: RemotePath, mode: int, *, user: str | None = None) -> None:
+        """Sets the permission bits, such as 0o755."""
+        await self._do("chmod", {"path": check_path(path), "mode": f"{mode:o}", "user": user})
+
+    async def chown(
+        self, path: RemotePath, owner: str | int | None = None, group: str | int | None = None, *, follow: bool = True
+    ) -> None:
+        """Sets owner and group, each by name or number; None leaves it."""
+        query: dict[str, Any] = {"path": check_path(path), "owner": owner, "group": group, "follow": follow}
+        await self._do("chown", query)
+
+    async def symlink(self, path: RemotePath, target: RemotePath, *, user: str | None = None) -> None:
+        """Makes a symbolic link at `path` that holds `target`."""
+        query = {"path": check_path(path), "target": check_path(target, "target"), "user": user}
+        await self._do("symlink", query, repeatable=False)
+
+    async def watch(self, path: RemotePath, *, recursive: bool = False) -> AsyncWatch:
+        """Changes below a directory, from the return of this call on: iterate over it, and close it at the end."""
+        query: Query = {"path": check_path(path), "recursive": recursive}
+        async with AsyncExitStack() as stack:
+            socket = await stack.enter_async_context(self._transport.websocket(f"{self._path}/watch", query=query))
+            messages = self._transport.messages(socket)
+            if await messages.receive() is None:
+                raise UnavailableError("the watch was ended before it began")
+            return AsyncWatch(stack.pop_all(), messages)
+
+    async def _do(self, operation: str, query: dict[str, Any], repeatable: bool = True) -> None:
+        await self._transport.call(
+            "POST", f"{self._path}/files:{operation}", _Nothing, query=query, repeatable=repeatable
+        )
+
+
+def _range(start: int, end: int | None) -> dict[str, str]:
+    if start == 0 and end is None:
+        return {}
+    return {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+
+
+def _info_of(header: str | None) -> FileInfo:
+    if header is None:
+        raise ProtocolError("the service did not say which file it sends")
+    return decode_reply(header, FileInfo)
+
+
+def _changed(before: FileInfo, now: FileInfo) -> bool:
+    return (before.size, before.mtime_ns, before.mode) != (now.size, now.mtime_ns, now.mode)
+
+
+def _cursor(name: bytes) -> str:
+    import base64
+
+    return base64.urlsafe_b64encode(name).decode()
+
+
+def _shown(path: RemotePath) -> str:
+    return repr(path)[:200]

@@ -1,0 +1,144 @@
+"""What callers write becomes the records of the contract. Pure; raises InvalidArgumentError before anything is sent."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, TypedDict
+
+from dsec.core import limits
+from dsec.core.errors import InvalidArgumentError
+from dsec.core.ids import new_exec_id
+from dsec.core.spec import Environment, NetworkMode, SandboxSpec, Substrate
+from dsec.core.units import parse_size
+from dsec.wire.records import ExecRequest, TtySize
+
+Command = str | Sequence[str | bytes]
+STDIN_INLINE_BYTES_MAX: Final = 1 << 20  # sent in the request itself; more is streamed
+INLINE_WAIT_S: Final = 20.0  # a command that ends within this costs one round trip
+
+
+class CreateOptions(TypedDict, total=False):
+    """What may be asked of a sandbox besides its environment. `Sandbox.create` documents each."""
+
+    backend: str
+    cpu: float
+    memory: int | str
+    disk: int | str
+    pids: int
+    env: Mapping[str, str] | None
+    user: str | None
+    workdir: str | None
+    network: str
+    ttl_running_s: float | None
+    ttl_idle_s: float | None
+    labels: Mapping[str, str] | None
+    name: str | None
+    privilege_gain: bool
+    keepalive: bool
+
+
+def make_spec(
+    environment: str | Environment = "base",
+    *,
+    backend: str = "container",
+    cpu: float = 1.0,
+    memory: int | str = "1GiB",
+    disk: int | str = "10GiB",
+    pids: int = 1024,
+    env: Mapping[str, str] | None = None,
+    user: str | None = None,
+    workdir: str | None = None,
+    network: str = "none",
+    ttl_running_s: float | None = None,
+    ttl_idle_s: float | None = None,
+    labels: Mapping[str, str] | None = None,
+    name: str | None = None,
+    privilege_gain: bool = False,
+    keepalive: bool = False,
+) -> SandboxSpec:
+    return SandboxSpec(
+        environment=environment if isinstance(environment, Environment) else Environment(base=environment),
+        substrate=_chosen(Substrate, backend, "backend"),
+        cpu=cpu,
+        memory_bytes=parse_size(memory, "memory"),
+        disk_bytes=parse_size(disk, "disk"),
+        pids_max=pids,
+        network=_chosen(NetworkMode, network, "network"),
+        env=dict(env or {}),
+        user=user,
+        workdir=workdir,
+        ttl_running_s=ttl_running_s,
+        ttl_idle_s=ttl_idle_s,
+        labels=dict(labels or {}),
+        name=name,
+        privilege_gain=privilege_gain,
+        keepalive=keepalive,
+    )
+
+
+def _chosen(kind: Any, value: str, what: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError as error:
+        names = ", ".join(sorted(kind))
+        raise InvalidArgumentError(f"there is no {what} {str(value)[:40]!r}", hint=f"one of {names}") from error
+
+
+def make_exec(
+    command: Command,
+    *,
+    cwd: str | None = None,
+    env: Mapping[str, str] | None = None,
+    user: str | None = None,
+    stdin: bytes | str | bool | None = None,
+    timeout_s: float | None = None,
+    grace_s: float = limits.EXEC_GRACE_S_DEFAULT,
+    tty: TtySize | None = None,
+    stderr: Literal["separate", "merge"] = "separate",
+    output_bytes_max: int | None = None,
+    record_bytes_max: int = limits.EXEC_OUTPUT_BYTES_DEFAULT,
+    rlimits: Mapping[str, int] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    session: str | None = None,
+    wait_s: float | None = None,
+) -> ExecRequest:
+    """A text runs in a shell, a list as it is. Every exec has an id of its own, minted here: it never runs twice."""
+    if stderr not in ("separate", "merge"):
+        raise InvalidArgumentError('stderr must be "separate" or "merge"')
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    inline = isinstance(data, (bytes, bytearray)) and len(data) <= STDIN_INLINE_BYTES_MAX and tty is None
+    return ExecRequest(
+        id=new_exec_id(),
+        **_command(command, session=session is not None),
+        cwd=cwd,
+        env=dict(env or {}),
+        user=user,
+        stdin=data is True or (data is not None and data is not False and not inline),
+        stdin_data=bytes(data) if inline and isinstance(data, (bytes, bytearray)) else None,
+        tty=tty,
+        timeout_s=timeout_s,
+        grace_s=grace_s,
+        output_bytes_max=output_bytes_max,
+        record_bytes_max=record_bytes_max,
+        merge_stderr=stderr == "merge",
+        rlimits=dict(rlimits or {}),
+        session=session,
+        secrets=dict(secrets or {}),
+        wait_s=wait_s,
+    )
+
+
+def _command(command: Command, *, session: bool) -> dict[str, Any]:
+    if isinstance(command, str):
+        return {"shell": command}
+    if isinstance(command, (bytes, bytearray)) or not isinstance(command, Sequence):
+        raise InvalidArgumentError("a command is text for a shell, or a list of arguments")
+    items = list(command)
+    if not all(isinstance(item, (str, bytes)) for item in items):
+        raise InvalidArgumentError("every argument of a command must be text or bytes")
+    if session:
+        return {"shell": shlex.join(item if isinstance(item, str) else item.decode() for item in items)}
+    if any(isinstance(item, bytes) for item in items):
+        return {"argv_bytes": [item.encode() if isinstance(item, str) else item for item in items]}
+    return {"argv": items}

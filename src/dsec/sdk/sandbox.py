@@ -1,0 +1,419 @@
+"""A sandbox, as its owner holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self, Unpack
+
+import msgspec
+
+from dsec.core import limits
+from dsec.core.errors import DsecError, GoneError, NotFoundError
+from dsec.core.ids import parse_exec_id
+from dsec.core.spec import Environment, check_path
+from dsec.core.states import ENDED
+from dsec.sdk import transfer
+from dsec.sdk.files import AsyncFiles
+from dsec.sdk.output import Offsets
+from dsec.sdk.ports import AsyncConnection, open_connection
+from dsec.sdk.process import AsyncProcess
+from dsec.sdk.pty import AsyncPty
+from dsec.sdk.requests import Command, CreateOptions, make_exec
+from dsec.sdk.results import ExecResult
+from dsec.sdk.running import OutputCallback, run_command, start_process
+from dsec.sdk.sessions import AsyncSession
+from dsec.wire.records import ExecInfo, ExecPage, Metrics, SessionInfo, SessionPage, SessionRequest, TtlRequest, TtySize
+from dsec.wire.records import Sandbox as SandboxInfo
+
+if TYPE_CHECKING:
+    from dsec.sdk.client import AsyncClient
+
+ExecInfos = list[ExecInfo]  # in the class, `list` is the method
+SessionInfos = list[SessionInfo]
+
+
+class AsyncSandbox:
+    """A place to run commands in. `async with` destroys it at the end; without that it lives on until `destroy`, or
+    its time to live is over.
+
+        async with await dsec.AsyncSandbox.create("base") as sb:
+            result = await sb.exec("echo hello")
+            print(result.stdout)
+    """
+
+    def __init__(self, client: AsyncClient, info: SandboxInfo) -> None:
+        self._client = client
+        self._transport = client._transport
+        self._info = info
+        self._path = f"/sandboxes/{info.id}"
+        self._files = AsyncFiles(self._transport, info.id)
+
+    # ---- making and finding ----
+
+    @classmethod
+    async def create(
+        cls,
+        environment: str | Environment = "base",
+        *,
+        backend: str = "container",
+        cpu: float = 1.0,
+        memory: int | str = "1GiB",
+        disk: int | str = "10GiB",
+        pids: int = 1024,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        workdir: str | None = None,
+        network: str = "none",
+        ttl_running_s: float | None = None,
+        ttl_idle_s: float | None = None,
+        labels: Mapping[str, str] | None = None,
+        name: str | None = None,
+        privilege_gain: bool = False,
+        keepalive: bool = False,
+        idempotency_key: str | None = None,
+        timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        client: AsyncClient | None = None,
+    ) -> AsyncSandbox:
+        """A new sandbox, running and reachable; or an error, and nothing of it is left.
+
+        `environment`: a name, or `dsec.Environment(base=…, workspace=…, toolkits=(…,))`. `cpu` in cores; sizes as
+        bytes or text such as "4GiB"; `env`, `user` and `workdir` are the defaults of its commands; `ttl_running_s`
+        counts from now, `ttl_idle_s` from its last use. `idempotency_key`: the same key gives the same sandbox
+        (default: a random one, which makes the retries of this call safe). `client`: default the local service.
+        Raises CapacityError, LaunchError, EnvironmentNotFoundError, DeadlineError …
+        """
+        return await _client(client).create(
+            environment,
+            backend=backend,
+            cpu=cpu,
+            memory=memory,
+            disk=disk,
+            pids=pids,
+            env=env,
+            user=user,
+            workdir=workdir,
+            network=network,
+            ttl_running_s=ttl_running_s,
+            ttl_idle_s=ttl_idle_s,
+            labels=labels,
+            name=name,
+            privilege_gain=privilege_gain,
+            keepalive=keepalive,
+            idempotency_key=idempotency_key,
+            timeout_s=timeout_s,
+        )
+
+    @classmethod
+    async def create_many(
+        cls,
+        count: int,
+        environment: str | Environment = "base",
+        *,
+        idempotency_key: str | None = None,
+        timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        client: AsyncClient | None = None,
+        **options: Unpack[CreateOptions],
+    ) -> list[AsyncSandbox | DsecError]:
+        """`count` sandboxes alike: for each, in order, the sandbox or the error that it failed with."""
+        return await _client(client).create_many(
+            count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, **options
+        )
+
+    @classmethod
+    async def connect(cls, id: str, *, client: AsyncClient | None = None) -> AsyncSandbox:
+        """A sandbox that exists, by its id. Raises SandboxNotFoundError, or GoneError when it has ended."""
+        return await _client(client).connect(id)
+
+    @classmethod
+    async def list(
+        cls,
+        *,
+        labels: Mapping[str, str] | None = None,
+        name: str | None = None,
+        states: tuple[str, ...] = (),
+        max_items: int = 10_000,
+        client: AsyncClient | None = None,
+    ) -> list[AsyncSandbox]:
+        """The sandboxes that have all of `labels`; without `states` those that have not ended."""
+        return await _client(client).list(labels=labels, name=name, states=states, max_items=max_items)
+
+    # ---- about it ----
+
+    @property
+    def id(self) -> str:
+        """`sbx_…`: with it, any client of the same owner may connect."""
+        return self._info.id
+
+    @property
+    def name(self) -> str | None:
+        """The name it was given."""
+        return self._info.name
+
+    @property
+    def info(self) -> SandboxInfo:
+        """What was last heard of it; `refresh` asks again."""
+        return self._info
+
+    @property
+    def files(self) -> AsyncFiles:
+        """Its files."""
+        return self._files
+
+    async def refresh(self) -> SandboxInfo:
+        """Asks for its present state. One that has ended stays readable for a day."""
+        return await self._told("GET", "")
+
+    async def metrics(self) -> Metrics:
+        """What it uses now, and its limits."""
+        return await self._transport.call("GET", f"{self._path}/metrics", Metrics)
+
+    async def set_ttl(self, *, ttl_running_s: float | None = None, ttl_idle_s: float | None = None) -> SandboxInfo:
+        """Replaces both times to live; None is none. `ttl_running_s` counts from now."""
+        return await self._told("PUT", "/ttl", TtlRequest(ttl_running_s=ttl_running_s, ttl_idle_s=ttl_idle_s))
+
+    async def pause(self) -> SandboxInfo:
+        """Stops all of it and keeps its memory. The next use resumes it first; its times to live stand still."""
+        return await self._told("POST", "/pause")
+
+    async def resume(self) -> SandboxInfo:
+        """Lets a paused sandbox go on. One that runs is fine."""
+        return await self._told("POST", "/resume")
+
+    async def destroy(self) -> None:
+        """Ends and removes it. One that has ended already is fine."""
+        try:
+            await self._told("DELETE", "")
+        except (GoneError, NotFoundError):
+            return
+
+    async def _told(self, method: str, suffix: str, body: msgspec.Struct | None = None) -> SandboxInfo:
+        self._info = await self._transport.call(
+            method, f"{self._path}{suffix}", SandboxInfo, body=body, repeatable=True
+        )
+        return self._info
+
+    # ---- commands ----
+
+    async def exec(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | str | None = None,
+        timeout_s: float | None = None,
+        grace_s: float = limits.EXEC_GRACE_S_DEFAULT,
+        tty: bool = False,
+        on_stdout: OutputCallback | None = None,
+        on_stderr: OutputCallback | None = None,
+        check: bool = False,
+        stderr: Literal["separate", "merge"] = "separate",
+        output_bytes_max: int | None = None,
+        record_bytes_max: int = limits.EXEC_OUTPUT_BYTES_DEFAULT,
+        rlimits: Mapping[str, int] | None = None,
+        secrets: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        """Runs a command to its end. Text runs in a shell (bash, else sh), a list as it is.
+
+        A command that fails is a result; with `check=True` it is a CommandError, whose `result` is the same.
+        `stdin` is given whole; without it the command reads end-of-file. No timeout unless asked: after `timeout_s` all
+        its processes get TERM, after `grace_s` KILL, and `timed_out` is true. `on_stdout` and `on_stderr` hear text as
+        it comes, never split within a character; they may be coroutine functions. `stderr="merge"` sends both to
+        stdout, in their order. `output_bytes_max` kills what writes more; of what is written the last and first of
+        `record_bytes_max` per stream are kept, and `truncated` says so. `secrets` are environment variables that are
+        written nowhere. When this call is cancelled (Ctrl-C), or a callback raises, the command is killed.
+        """
+        request = make_exec(
+            command,
+            cwd=cwd,
+            env=env,
+            user=user,
+            stdin=stdin,
+            timeout_s=timeout_s,
+            grace_s=grace_s,
+            tty=TtySize() if tty else None,
+            stderr=stderr,
+            output_bytes_max=output_bytes_max,
+            record_bytes_max=record_bytes_max,
+            rlimits=rlimits,
+            secrets=secrets,
+        )
+        streamed = (stdin.encode() if isinstance(stdin, str) else stdin) if request.stdin else None
+        return await run_command(
+            self._transport, self.id, request, stdin=streamed, on_stdout=on_stdout, on_stderr=on_stderr, check=check
+        )
+
+    async def start(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | str | bool = False,
+        timeout_s: float | None = None,
+        grace_s: float = limits.EXEC_GRACE_S_DEFAULT,
+        tty: TtySize | bool = False,
+        stderr: Literal["separate", "merge"] = "separate",
+        output_bytes_max: int | None = None,
+        record_bytes_max: int = limits.EXEC_OUTPUT_BYTES_DEFAULT,
+        rlimits: Mapping[str, int] | None = None,
+        secrets: Mapping[str, str] | None = None,
+    ) -> AsyncProcess:
+        """Starts a command and returns at once. It goes on whatever becomes of this client.
+
+        `stdin=True` keeps its stdin open for `write` and `close_stdin`; bytes or text (at most 1 MiB) are given whole.
+        The other arguments are those of `exec`.
+        """
+        request = make_exec(
+            command,
+            cwd=cwd,
+            env=env,
+            user=user,
+            stdin=stdin,
+            timeout_s=timeout_s,
+            grace_s=grace_s,
+            tty=(TtySize() if tty is True else tty) or None,
+            stderr=stderr,
+            output_bytes_max=output_bytes_max,
+            record_bytes_max=record_bytes_max,
+            rlimits=rlimits,
+            secrets=secrets,
+        )
+        if request.stdin and not isinstance(stdin, bool):
+            from dsec.core.errors import LimitError
+
+            raise LimitError("stdin of a started command is at most 1 MiB", hint="use stdin=True and write()")
+        return await start_process(self._transport, self.id, request)
+
+    async def attach(self, exec_id: str, offset: int = 0, *, stderr_offset: int = 0) -> AsyncProcess:
+        """A command that was started before, by this client or another. Output comes from the offsets on.
+
+        Raises ExecNotFoundError.
+        """
+        process = AsyncProcess(
+            self._transport,
+            self.id,
+            parse_exec_id(exec_id),
+            offsets=Offsets(offset, stderr_offset),
+            stdin_offset=None,
+        )
+        await process.info()
+        return process
+
+    async def execs(self) -> ExecInfos:
+        """Its commands, running and ended, as far as they are still on record."""
+        return (await self._transport.call("GET", f"{self._path}/execs", ExecPage)).execs
+
+    async def pty(
+        self,
+        command: Command | None = None,
+        *,
+        cols: int = 80,
+        rows: int = 24,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        secrets: Mapping[str, str] | None = None,
+    ) -> AsyncPty:
+        """A terminal with a command on it: by default a login shell."""
+        request = make_exec(
+            command if command is not None else _LOGIN_SHELL,
+            cwd=cwd,
+            env=env,
+            user=user,
+            stdin=True,
+            tty=TtySize(cols, rows),
+            secrets=secrets,
+        )
+        return AsyncPty(await start_process(self._transport, self.id, request))
+
+    def session(
+        self,
+        name: str = "main",
+        *,
+        shell: str | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> AsyncSession:
+        """A lasting shell by its name; the first command in it starts it. The other arguments count only then."""
+        request = SessionRequest(name=name, shell=shell, cwd=cwd, env=dict(env or {}), user=user)
+        return AsyncSession(self._transport, self.id, request)
+
+    async def sessions(self) -> SessionInfos:
+        """Its sessions that live."""
+        return (await self._transport.call("GET", f"{self._path}/sessions", SessionPage)).sessions
+
+    # ---- files and ports ----
+
+    async def upload(self, local: str | PathLike[str], remote: str, *, user: str | None = None) -> transfer.Transfer:
+        """Copies a file, or what is in a directory, into the sandbox; in constant memory, taken up where it broke.
+
+        A file becomes `remote`, or goes below it when that is a directory or ends in "/". Of a directory the content
+        goes below `remote`, which is made. Owners become `user`, or root.
+        """
+        return await transfer.upload(self._transport, self._files, self.id, Path(local), remote, user=user)
+
+    async def download(
+        self,
+        remote: str,
+        local: str | PathLike[str],
+        *,
+        max_bytes: int = limits.DOWNLOAD_BYTES_DEFAULT,
+        max_entries: int = limits.DOWNLOAD_ENTRIES_DEFAULT,
+        user: str | None = None,
+    ) -> transfer.Transfer:
+        """Copies a file, or what is in a directory, out of the sandbox. Nothing is written outside `local`.
+
+        The sandbox is not trusted: links that lead out of `local`, devices and the like are left out (and named in
+        `skipped`), set-id bits and owners are not taken over. Raises LimitError above `max_bytes` or `max_entries`.
+        """
+        return await transfer.download(
+            self._transport,
+            self._files,
+            self.id,
+            remote,
+            Path(local),
+            below=str(local).endswith("/"),
+            user=user,
+            max_bytes=max_bytes,
+            max_entries=max_entries,
+        )
+
+    async def connect_port(
+        self, port: int | None = None, *, host: str = "localhost", path: str | None = None
+    ) -> AsyncConnection:
+        """A connection to a TCP port inside the sandbox, or to a UNIX socket by its `path`."""
+        query = {"port": port, "host": host} if path is None else {"path": check_path(path)}
+        return await open_connection(self._transport, f"{self._path}/connect", query)
+
+    # ---- its end ----
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.destroy()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id} {self._info.state}>"
+
+    @property
+    def ended(self) -> bool:
+        """Whether it had ended when it was last heard of."""
+        return self._info.state in ENDED
+
+
+_LOGIN_SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -l; else exec "${SHELL:-/bin/sh}" -i; fi'
+
+
+def _client(client: AsyncClient | None) -> AsyncClient:
+    if client is not None:
+        return client
+    from dsec.sdk.client import default_client
+
+    return default_client()

@@ -1,0 +1,108 @@
+"""A lasting shell in a sandbox: directory and variables persist from one command to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+import msgspec
+
+from dsec.core import limits
+from dsec.sdk.requests import Command, make_exec
+from dsec.sdk.results import ExecResult
+from dsec.sdk.running import OutputCallback, run_command
+from dsec.sdk.transport import Transport
+from dsec.wire.records import SessionInfo, SessionRequest
+
+
+class _Nothing(msgspec.Struct):
+    pass
+
+
+class AsyncSession:
+    """One named shell. It is opened by the first command (or `open`), and found again by its name.
+
+    One command at a time: a second one meanwhile raises ConflictError. Its status is as trustworthy as the shell,
+    which belongs to the sandbox: for grading use `Sandbox.exec`.
+    """
+
+    def __init__(self, transport: Transport, sandbox: str, request: SessionRequest) -> None:
+        self._transport = transport
+        self._sandbox = sandbox
+        self._request = request
+        self._opened = False
+
+    @property
+    def name(self) -> str:
+        """The session's name: any client finds it by that."""
+        return self._request.name
+
+    async def open(self) -> SessionInfo:
+        """Starts the shell unless it is there; says which."""
+        info = await self._transport.call(
+            "POST", f"/sandboxes/{self._sandbox}/sessions", SessionInfo, body=self._request, repeatable=True
+        )
+        self._opened = True
+        return info
+
+    async def exec(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        grace_s: float = limits.EXEC_GRACE_S_DEFAULT,
+        on_stdout: OutputCallback | None = None,
+        on_stderr: OutputCallback | None = None,
+        check: bool = False,
+        output_bytes_max: int | None = None,
+        record_bytes_max: int = limits.EXEC_OUTPUT_BYTES_DEFAULT,
+        secrets: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        """Runs a command in the shell; `cd`, variables and functions stay for the next one.
+
+        Arguments as those of `Sandbox.exec`. When the command ends the shell itself (`exit`), `session_ended` is true
+        in the result, and the next exec begins a new one.
+        """
+        request = make_exec(
+            command,
+            cwd=cwd,
+            env=env,
+            timeout_s=timeout_s,
+            grace_s=grace_s,
+            output_bytes_max=output_bytes_max,
+            record_bytes_max=record_bytes_max,
+            secrets=secrets,
+            session=self.name,
+        )
+        if not self._opened:
+            await self.open()
+        result = await run_command(
+            self._transport, self._sandbox, request, on_stdout=on_stdout, on_stderr=on_stderr, check=False
+        )
+        self._opened = not result.session_ended
+        if check and not result.ok:
+            from dsec.sdk.running import failure_of
+
+            raise failure_of(result, self._sandbox)
+        return result
+
+    async def close(self) -> None:
+        """Ends the shell and what runs in it. One that has ended already is fine."""
+        from dsec.core.errors import SessionNotFoundError
+
+        self._opened = False
+        try:
+            await self._transport.call(
+                "DELETE", f"/sandboxes/{self._sandbox}/sessions/{self.name}", _Nothing, repeatable=True
+            )
+        except SessionNotFoundError:
+            return
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()

@@ -1,0 +1,911 @@
+"""The blocking SDK. Derived from the asynchronous one by tools/derive_sync.py; changes belong there."""
+
+from __future__ import annotations
+
+import signal as signals
+from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
+from typing import Any, Literal, Self, Unpack
+
+from dsec.core import limits
+from dsec.core.errors import (
+    DsecError,
+)
+from dsec.core.spec import Environment
+from dsec.sdk import transfer
+from dsec.sdk.blocking import Blocking, SocketLike, portal, unwrap
+from dsec.sdk.client import AsyncClient, AsyncCreated
+from dsec.sdk.environments import AsyncEnvironments
+from dsec.sdk.files import READ_BYTES_DEFAULT, AsyncFiles, AsyncWatch, RemotePath
+from dsec.sdk.ports import AsyncConnection
+from dsec.sdk.process import AsyncProcess
+from dsec.sdk.pty import AsyncPty
+from dsec.sdk.requests import Command, CreateOptions
+from dsec.sdk.results import Chunk, ExecResult
+from dsec.sdk.running import OutputCallback
+from dsec.sdk.sandbox import AsyncSandbox, ExecInfos, SessionInfos
+from dsec.sdk.sessions import AsyncSession
+from dsec.wire.environments import BuildEvent, BuildSource, EnvironmentInfo
+from dsec.wire.records import (
+    DoctorReport,
+    ExecInfo,
+    FileInfo,
+    Health,
+    Metrics,
+    SessionInfo,
+    TtySize,
+    WatchNotice,
+)
+from dsec.wire.records import Sandbox as SandboxInfo
+
+
+class Process(Blocking[AsyncProcess]):
+    """One exec of a sandbox. It goes on when this object, or the connection, is lost; `attach` finds it again.
+
+    Iterating gives `Chunk`s of output until the end; `wait()` gives the ExecResult. Both may be done, in any order.
+    """
+
+    @property
+    def id(self) -> str:
+        """The exec's id: with it, any client may attach."""
+        return self._async.id
+
+    @property
+    def sandbox_id(self) -> str:
+        return self._async.sandbox_id
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return portal().iterate(self._async.__aiter__())
+
+    def wait(self, timeout_s: float | None = None) -> ExecResult:
+        """The result, once the command has ended. Raises DeadlineError after `timeout_s`; the command then goes on."""
+        return portal().run(self._async.wait(timeout_s))
+
+    def info(self) -> ExecInfo:
+        """The state of the command now."""
+        return portal().run(self._async.info())
+
+    def write(self, data: bytes | str) -> None:
+        """Writes all of `data` to the command's stdin; waits while the command does not read.
+
+        Needs an exec that was started with `stdin=True` or a terminal. Text is sent as UTF-8.
+        """
+        portal().run(self._async.write(data))
+
+    def close_stdin(self) -> None:
+        """The command reads end-of-file after what was written. Doing it twice is fine."""
+        portal().run(self._async.close_stdin())
+
+    def signal(self, signal: int | str = signals.SIGTERM, *, tree: bool = False) -> ExecInfo:
+        """Sends a signal (number, or name such as "INT") to the command's process group, or to all its processes."""
+        return portal().run(self._async.signal(signal, tree=tree))
+
+    def kill(self) -> ExecInfo:
+        """Kills every process of the command at once. Ended already is fine."""
+        return portal().run(self._async.kill())
+
+    def resize(self, cols: int, rows: int) -> ExecInfo:
+        """Tells the command's terminal its new size."""
+        return portal().run(self._async.resize(cols, rows))
+
+
+class Pty(Blocking[AsyncPty]):
+    """An interactive command on a terminal. Leaving the `with` block hangs it up (kills what runs on it)."""
+
+    @property
+    def id(self) -> str:
+        """The exec's id: with it, any client may attach."""
+        return self._async.id
+
+    def read(self, max_bytes: int = 65536) -> bytes:
+        """What the terminal shows next, at least one byte; empty once the command has ended."""
+        return portal().run(self._async.read(max_bytes))
+
+    def write(self, data: bytes | str) -> None:
+        """Types `data`. Text is sent as UTF-8; a return key is "\\r" or "\\n"."""
+        portal().run(self._async.write(data))
+
+    def resize(self, cols: int, rows: int) -> None:
+        """Tells the terminal its new size; what runs on it gets SIGWINCH."""
+        portal().run(self._async.resize(cols, rows))
+
+    def wait(self, timeout_s: float | None = None) -> ExecResult:
+        """The result, once the command has ended; all that the terminal showed is in its `stdout`."""
+        return portal().run(self._async.wait(timeout_s))
+
+    def kill(self) -> None:
+        """Kills what runs on the terminal. Ended already is fine."""
+        portal().run(self._async.kill())
+
+    def close(self) -> None:
+        """Hangs up: kills what runs on the terminal and stops reading it. Doing it twice is fine."""
+        portal().run(self._async.close())
+
+    def __enter__(self) -> Self:
+        portal().run(self._async.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        portal().run(self._async.__aexit__(*error))
+
+
+class Session(Blocking[AsyncSession]):
+    """One named shell. It is opened by the first command (or `open`), and found again by its name.
+
+    One command at a time: a second one meanwhile raises ConflictError. Its status is as trustworthy as the shell,
+    which belongs to the sandbox: for grading use `Sandbox.exec`.
+    """
+
+    @property
+    def name(self) -> str:
+        """The session's name: any client finds it by that."""
+        return self._async.name
+
+    def open(self) -> SessionInfo:
+        """Starts the shell unless it is there; says which."""
+        return portal().run(self._async.open())
+
+    def exec(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        grace_s: float = limits.EXEC_GRACE_S_DEFAULT,
+        on_stdout: OutputCallback | None = None,
+        on_stderr: OutputCallback | None = None,
+        check: bool = False,
+        output_bytes_max: int | None = None,
+        record_bytes_max: int = limits.EXEC_OUTPUT_BYTES_DEFAULT,
+        secrets: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        """Runs a command in the shell; `cd`, variables and functions stay for the next one.
+
+        Arguments as those of `Sandbox.exec`. When the command ends the shell itself (`exit`), `session_ended` is true
+        in the result, and the next exec begins a new one.
+        """
+        return portal().run_calling(
+            lambda bridge: self._async.exec(
+                command,
+                cwd=cwd,
+                env=env,
+                timeout_s=timeout_s,
+                grace_s=grace_s,
+                on_stdout=bridge(on_stdout),
+                on_stderr=bridge(on_stderr),
+                check=check,
+                output_bytes_max=output_bytes_max,
+                record_bytes_max=record_bytes_max,
+                secrets=secrets,
+            )
+        )
+
+    def close(self) -> None:
+        """Ends the shell and what runs in it. One that has ended already is fine."""
+        portal().run(self._async.close())
+
+    def __enter__(self) -> Self:
+        portal().run(self._async.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        portal().run(self._async.__aexit__(*error))
+
+
+class Watch(Blocking[AsyncWatch]):
+    """Notices of changes, as they happen. One of kind "overflow" says that some were lost.
+
+    Iterating raises UnavailableError when the connection is lost.
+    """
+
+    def __iter__(self) -> Iterator[WatchNotice]:
+        return portal().iterate(self._async.__aiter__())
+
+    def close(self) -> None:
+        """Stops watching. Doing it twice is fine."""
+        portal().run(self._async.close())
+
+    def __enter__(self) -> Self:
+        portal().run(self._async.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        portal().run(self._async.__aexit__(*error))
+
+
+class Files(Blocking[AsyncFiles]):
+    """`sandbox.files`. `user` acts with that user's rights (default root). Failures raise FileError with the errno,
+    or PathNotFoundError."""
+
+    def read(
+        self,
+        path: RemotePath,
+        *,
+        encoding: str = "utf-8",
+        errors: str = "strict",
+        max_bytes: int = READ_BYTES_DEFAULT,
+        user: str | None = None,
+    ) -> str:
+        """The file as text. Raises UnicodeDecodeError when it is not; `errors="replace"` gives it anyway."""
+        return portal().run(self._async.read(path, encoding=encoding, errors=errors, max_bytes=max_bytes, user=user))
+
+    def read_bytes(
+        self,
+        path: RemotePath,
+        *,
+        offset: int = 0,
+        length: int | None = None,
+        max_bytes: int = READ_BYTES_DEFAULT,
+        user: str | None = None,
+    ) -> bytes:
+        """The file's content, or `length` bytes of it from `offset`. Raises LimitError above `max_bytes`."""
+        return portal().run(self._async.read_bytes(path, offset=offset, length=length, max_bytes=max_bytes, user=user))
+
+    def stream(
+        self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: str | None = None
+    ) -> Iterator[bytes]:
+        """The file's content in pieces, in constant memory. A lost connection is made again where it broke.
+
+        Raises ConflictError when the file has been changed in between.
+        """
+        return portal().iterate(self._async.stream(path, offset=offset, length=length, user=user))
+
+    def write(
+        self,
+        path: RemotePath,
+        data: str | bytes,
+        *,
+        offset: int | None = None,
+        append: bool = False,
+        mode: int | None = None,
+        parents: bool = True,
+        user: str | None = None,
+    ) -> int:
+        """Writes the file; gives the bytes written. Without `offset` and `append` it is replaced atomically.
+
+        Text is sent as UTF-8. `mode` is kept when None (0644 for a new file); missing directories are made.
+        """
+        return portal().run(
+            self._async.write(path, data, offset=offset, append=append, mode=mode, parents=parents, user=user)
+        )
+
+    def stat(self, path: RemotePath, *, follow: bool = True, user: str | None = None) -> FileInfo:
+        """What is at `path`; with `follow=False` a symbolic link itself."""
+        return portal().run(self._async.stat(path, follow=follow, user=user))
+
+    def exists(self, path: RemotePath, *, user: str | None = None) -> bool:
+        """Whether anything is at `path`; a dangling symbolic link is not."""
+        return portal().run(self._async.exists(path, user=user))
+
+    def list(self, path: RemotePath, *, max_entries: int = 100000, user: str | None = None) -> list[FileInfo]:
+        """The entries of a directory, sorted by name. Raises LimitError above `max_entries`."""
+        return portal().run(self._async.list(path, max_entries=max_entries, user=user))
+
+    def mkdir(self, path: RemotePath, *, parents: bool = True, mode: int = 493, user: str | None = None) -> None:
+        """Makes a directory. With `parents` missing ones are made too, and one that exists is fine."""
+        portal().run(self._async.mkdir(path, parents=parents, mode=mode, user=user))
+
+    def move(self, path: RemotePath, target: RemotePath, *, replace: bool = True, user: str | None = None) -> None:
+        """Renames `path` to `target`."""
+        portal().run(self._async.move(path, target, replace=replace, user=user))
+
+    def remove(
+        self, path: RemotePath, *, recursive: bool = False, missing_ok: bool = False, user: str | None = None
+    ) -> None:
+        """Removes a file or an empty directory; with `recursive` a directory and all below it."""
+        portal().run(self._async.remove(path, recursive=recursive, missing_ok=missing_ok, user=user))
+
+    def chmod(self, path: RemotePath, mode: int, *, user: str | None = None) -> None:
+        """Sets the permission bits, such as 0o755."""
+        portal().run(self._async.chmod(path, mode, user=user))
+
+    def chown(
+        self, path: RemotePath, owner: str | int | None = None, group: str | int | None = None, *, follow: bool = True
+    ) -> None:
+        """Sets owner and group, each by name or number; None leaves it."""
+        portal().run(self._async.chown(path, owner, group, follow=follow))
+
+    def symlink(self, path: RemotePath, target: RemotePath, *, user: str | None = None) -> None:
+        """Makes a symbolic link at `path` that holds `target`."""
+        portal().run(self._async.symlink(path, target, user=user))
+
+    def watch(self, path: RemotePath, *, recursive: bool = False) -> Watch:
+        """Changes below a directory, from the return of this call on: iterate over it, and close it at the end."""
+        result: Watch = wrap(portal().run(self._async.watch(path, recursive=recursive)))
+        return result
+
+
+class Connection(SocketLike, Blocking[AsyncConnection]):
+    """Bytes both ways. `write_eof` closes one direction, as `shutdown` does with a socket; `close` ends both."""
+
+    def read(self, max_bytes: int = 65536) -> bytes:
+        """At least one byte and at most `max_bytes`; empty at the other side's end-of-file.
+
+        Raises UnavailableError when the connection is lost.
+        """
+        return portal().run(self._async.read(max_bytes))
+
+    def read_exactly(self, count: int) -> bytes:
+        """`count` bytes. Raises EOFError when there are fewer."""
+        return portal().run(self._async.read_exactly(count))
+
+    def write(self, data: bytes) -> None:
+        """Sends all of `data`; waits while the other side is behind."""
+        portal().run(self._async.write(data))
+
+    def write_eof(self) -> None:
+        """The other side reads end-of-file. Reading goes on. Doing it twice is fine."""
+        portal().run(self._async.write_eof())
+
+    def close(self) -> None:
+        """Ends both directions. Doing it twice is fine."""
+        portal().run(self._async.close())
+
+    def __iter__(self) -> Iterator[bytes]:
+        return portal().iterate(self._async.__aiter__())
+
+    def __enter__(self) -> Self:
+        portal().run(self._async.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        portal().run(self._async.__aexit__(*error))
+
+
+class Environments(Blocking[AsyncEnvironments]):
+    """`client.environments`: what the service has, and how more are made."""
+
+    def list(self) -> list[EnvironmentInfo]:
+        """All of them, by name."""
+        return portal().run(self._async.list())
+
+    def get(self, name: str) -> EnvironmentInfo:
+        """One of them. Raises EnvironmentNotFoundError."""
+        return portal().run(self._async.get(name))
+
+    def exists(self, name: str) -> bool:
+        """Whether there is one of that name."""
+        return portal().run(self._async.exists(name))
+
+    def build(
+        self,
+        name: str,
+        source: BuildSource,
+        *,
+        replace: bool = False,
+        refresh: bool = False,
+        on_event: Callable[[BuildEvent], Any] | None = None,
+    ) -> EnvironmentInfo:
+        """Makes the environment `name`, and returns once sandboxes can start from it.
+
+        `source`: `dsec.DebianSource(packages=(…))`, `DirectorySource`, `TarSource` or `OciSource`; paths are the
+        node's. A name that exists with the same content is success at once; with other content it is a ConflictError
+        unless `replace`. `refresh` builds even what was built before. `on_event` hears each BuildEvent.
+        """
+        return portal().run_calling(
+            lambda bridge: self._async.build(name, source, replace=replace, refresh=refresh, on_event=bridge(on_event))
+        )
+
+    def remove(self, name: str, *, missing_ok: bool = False) -> None:
+        """Removes the name; its layers go once nothing uses them. Raises EnvironmentNotFoundError."""
+        portal().run(self._async.remove(name, missing_ok=missing_ok))
+
+
+class Sandbox(Blocking[AsyncSandbox]):
+    """A place to run commands in. `with` destroys it at the end; without that it lives on until `destroy`, or
+    its time to live is over.
+
+        with dsec.Sandbox.create("base") as sb:
+            result = sb.exec("echo hello")
+            print(result.stdout)
+    """
+
+    @classmethod
+    def create(
+        cls,
+        environment: str | Environment = "base",
+        *,
+        backend: str = "container",
+        cpu: float = 1.0,
+        memory: int | str = "1GiB",
+        disk: int | str = "10GiB",
+        pids: int = 1024,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        workdir: str | None = None,
+        network: str = "none",
+        ttl_running_s: float | None = None,
+        ttl_idle_s: float | None = None,
+        labels: Mapping[str, str] | None = None,
+        name: str | None = None,
+        privilege_gain: bool = False,
+        keepalive: bool = False,
+        idempotency_key: str | None = None,
+        timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        client: Client | None = None,
+    ) -> Sandbox:
+        """A new sandbox, running and reachable; or an error, and nothing of it is left.
+
+        `environment`: a name, or `dsec.Environment(base=…, workspace=…, toolkits=(…,))`. `cpu` in cores; sizes as
+        bytes or text such as "4GiB"; `env`, `user` and `workdir` are the defaults of its commands; `ttl_running_s`
+        counts from now, `ttl_idle_s` from its last use. `idempotency_key`: the same key gives the same sandbox
+        (default: a random one, which makes the retries of this call safe). `client`: default the local service.
+        Raises CapacityError, LaunchError, EnvironmentNotFoundError, DeadlineError …
+        """
+        result: Sandbox = wrap(
+            portal().run(
+                AsyncSandbox.create(
+                    environment,
+                    backend=backend,
+                    cpu=cpu,
+                    memory=memory,
+                    disk=disk,
+                    pids=pids,
+                    env=env,
+                    user=user,
+                    workdir=workdir,
+                    network=network,
+                    ttl_running_s=ttl_running_s,
+                    ttl_idle_s=ttl_idle_s,
+                    labels=labels,
+                    name=name,
+                    privilege_gain=privilege_gain,
+                    keepalive=keepalive,
+                    idempotency_key=idempotency_key,
+                    timeout_s=timeout_s,
+                    client=unwrap(client),
+                )
+            )
+        )
+        return result
+
+    @classmethod
+    def create_many(
+        cls,
+        count: int,
+        environment: str | Environment = "base",
+        *,
+        idempotency_key: str | None = None,
+        timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        client: Client | None = None,
+        **options: Unpack[CreateOptions],
+    ) -> list[Sandbox | DsecError]:
+        """`count` sandboxes alike: for each, in order, the sandbox or the error that it failed with."""
+        result: list[Sandbox | DsecError] = wrap(
+            portal().run(
+                AsyncSandbox.create_many(
+                    count,
+                    environment,
+                    idempotency_key=idempotency_key,
+                    timeout_s=timeout_s,
+                    client=unwrap(client),
+                    **options,
+                )
+            )
+        )
+        return result
+
+    @classmethod
+    def connect(cls, id: str, *, client: Client | None = None) -> Sandbox:
+        """A sandbox that exists, by its id. Raises SandboxNotFoundError, or GoneError when it has ended."""
+        result: Sandbox = wrap(portal().run(AsyncSandbox.connect(id, client=unwrap(client))))
+        return result
+
+    @classmethod
+    def list(
+        cls,
+        *,
+        labels: Mapping[str, str] | None = None,
+        name: str | None = None,
+        states: tuple[str, ...] = (),
+        max_items: int = 10000,
+        client: Client | None = None,
+    ) -> list[Sandbox]:
+        """The sandboxes that have all of `labels`; without `states` those that have not ended."""
+        result: list[Sandbox] = wrap(
+            portal().run(
+                AsyncSandbox.list(labels=labels, name=name, states=states, max_items=max_items, client=unwrap(client))
+            )
+        )
+        return result
+
+    @property
+    def id(self) -> str:
+        """`sbx_…`: with it, any client of the same owner may connect."""
+        return self._async.id
+
+    @property
+    def name(self) -> str | None:
+        """The name it was given."""
+        return self._async.name
+
+    @property
+    def info(self) -> SandboxInfo:
+        """What was last heard of it; `refresh` asks again."""
+        return self._async.info
+
+    @property
+    def files(self) -> Files:
+        """Its files."""
+        result: Files = wrap(self._async.files)
+        return result
+
+    def refresh(self) -> SandboxInfo:
+        """Asks for its present state. One that has ended stays readable for a day."""
+        return portal().run(self._async.refresh())
+
+    def metrics(self) -> Metrics:
+        """What it uses now, and its limits."""
+        return portal().run(self._async.metrics())
+
+    def set_ttl(self, *, ttl_running_s: float | None = None, ttl_idle_s: float | None = None) -> SandboxInfo:
+        """Replaces both times to live; None is none. `ttl_running_s` counts from now."""
+        return portal().run(self._async.set_ttl(ttl_running_s=ttl_running_s, ttl_idle_s=ttl_idle_s))
+
+    def pause(self) -> SandboxInfo:
+        """Stops all of it and keeps its memory. The next use resumes it first; its times to live stand still."""
+        return portal().run(self._async.pause())
+
+    def resume(self) -> SandboxInfo:
+        """Lets a paused sandbox go on. One that runs is fine."""
+        return portal().run(self._async.resume())
+
+    def destroy(self) -> None:
+        """Ends and removes it. One that has ended already is fine."""
+        portal().run(self._async.destroy())
+
+    def exec(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | str | None = None,
+        timeout_s: float | None = None,
+        grace_s: float = limits.EXEC_GRACE_S_DEFAULT,
+        tty: bool = False,
+        on_stdout: OutputCallback | None = None,
+        on_stderr: OutputCallback | None = None,
+        check: bool = False,
+        stderr: Literal["separate", "merge"] = "separate",
+        output_bytes_max: int | None = None,
+        record_bytes_max: int = limits.EXEC_OUTPUT_BYTES_DEFAULT,
+        rlimits: Mapping[str, int] | None = None,
+        secrets: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        """Runs a command to its end. Text runs in a shell (bash, else sh), a list as it is.
+
+        A command that fails is a result; with `check=True` it is a CommandError, whose `result` is the same.
+        `stdin` is given whole; without it the command reads end-of-file. No timeout unless asked: after `timeout_s` all
+        its processes get TERM, after `grace_s` KILL, and `timed_out` is true. `on_stdout` and `on_stderr` hear text as
+        it comes, never split within a character; in the calling thread. `stderr="merge"` sends both to
+        stdout, in their order. `output_bytes_max` kills what writes more; of what is written the last and first of
+        `record_bytes_max` per stream are kept, and `truncated` says so. `secrets` are environment variables that are
+        written nowhere. When this call is cancelled (Ctrl-C), or a callback raises, the command is killed.
+        """
+        return portal().run_calling(
+            lambda bridge: self._async.exec(
+                command,
+                cwd=cwd,
+                env=env,
+                user=user,
+                stdin=stdin,
+                timeout_s=timeout_s,
+                grace_s=grace_s,
+                tty=tty,
+                on_stdout=bridge(on_stdout),
+                on_stderr=bridge(on_stderr),
+                check=check,
+                stderr=stderr,
+                output_bytes_max=output_bytes_max,
+                record_bytes_max=record_bytes_max,
+                rlimits=rlimits,
+                secrets=secrets,
+            )
+        )
+
+    def start(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | str | bool = False,
+        timeout_s: float | None = None,
+        grace_s: float = limits.EXEC_GRACE_S_DEFAULT,
+        tty: TtySize | bool = False,
+        stderr: Literal["separate", "merge"] = "separate",
+        output_bytes_max: int | None = None,
+        record_bytes_max: int = limits.EXEC_OUTPUT_BYTES_DEFAULT,
+        rlimits: Mapping[str, int] | None = None,
+        secrets: Mapping[str, str] | None = None,
+    ) -> Process:
+        """Starts a command and returns at once. It goes on whatever becomes of this client.
+
+        `stdin=True` keeps its stdin open for `write` and `close_stdin`; bytes or text (at most 1 MiB) are given whole.
+        The other arguments are those of `exec`.
+        """
+        result: Process = wrap(
+            portal().run(
+                self._async.start(
+                    command,
+                    cwd=cwd,
+                    env=env,
+                    user=user,
+                    stdin=stdin,
+                    timeout_s=timeout_s,
+                    grace_s=grace_s,
+                    tty=tty,
+                    stderr=stderr,
+                    output_bytes_max=output_bytes_max,
+                    record_bytes_max=record_bytes_max,
+                    rlimits=rlimits,
+                    secrets=secrets,
+                )
+            )
+        )
+        return result
+
+    def attach(self, exec_id: str, offset: int = 0, *, stderr_offset: int = 0) -> Process:
+        """A command that was started before, by this client or another. Output comes from the offsets on.
+
+        Raises ExecNotFoundError.
+        """
+        result: Process = wrap(portal().run(self._async.attach(exec_id, offset, stderr_offset=stderr_offset)))
+        return result
+
+    def execs(self) -> ExecInfos:
+        """Its commands, running and ended, as far as they are still on record."""
+        return portal().run(self._async.execs())
+
+    def pty(
+        self,
+        command: Command | None = None,
+        *,
+        cols: int = 80,
+        rows: int = 24,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        secrets: Mapping[str, str] | None = None,
+    ) -> Pty:
+        """A terminal with a command on it: by default a login shell."""
+        result: Pty = wrap(
+            portal().run(self._async.pty(command, cols=cols, rows=rows, cwd=cwd, env=env, user=user, secrets=secrets))
+        )
+        return result
+
+    def session(
+        self,
+        name: str = "main",
+        *,
+        shell: str | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> Session:
+        """A lasting shell by its name; the first command in it starts it. The other arguments count only then."""
+        result: Session = wrap(self._async.session(name, shell=shell, cwd=cwd, env=env, user=user))
+        return result
+
+    def sessions(self) -> SessionInfos:
+        """Its sessions that live."""
+        return portal().run(self._async.sessions())
+
+    def upload(self, local: str | PathLike[str], remote: str, *, user: str | None = None) -> transfer.Transfer:
+        """Copies a file, or what is in a directory, into the sandbox; in constant memory, taken up where it broke.
+
+        A file becomes `remote`, or goes below it when that is a directory or ends in "/". Of a directory the content
+        goes below `remote`, which is made. Owners become `user`, or root.
+        """
+        return portal().run(self._async.upload(local, remote, user=user))
+
+    def download(
+        self,
+        remote: str,
+        local: str | PathLike[str],
+        *,
+        max_bytes: int = limits.DOWNLOAD_BYTES_DEFAULT,
+        max_entries: int = limits.DOWNLOAD_ENTRIES_DEFAULT,
+        user: str | None = None,
+    ) -> transfer.Transfer:
+        """Copies a file, or what is in a directory, out of the sandbox. Nothing is written outside `local`.
+
+        The sandbox is not trusted: links that lead out of `local`, devices and the like are left out (and named in
+        `skipped`), set-id bits and owners are not taken over. Raises LimitError above `max_bytes` or `max_entries`.
+        """
+        return portal().run(
+            self._async.download(remote, local, max_bytes=max_bytes, max_entries=max_entries, user=user)
+        )
+
+    def connect_port(self, port: int | None = None, *, host: str = "localhost", path: str | None = None) -> Connection:
+        """A connection to a TCP port inside the sandbox, or to a UNIX socket by its `path`."""
+        result: Connection = wrap(portal().run(self._async.connect_port(port, host=host, path=path)))
+        return result
+
+    def __enter__(self) -> Self:
+        portal().run(self._async.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        portal().run(self._async.__aexit__(*error))
+
+    @property
+    def ended(self) -> bool:
+        """Whether it had ended when it was last heard of."""
+        return self._async.ended
+
+
+class Created(Blocking[AsyncCreated]):
+    """One of many: exactly one of `sandbox` and `error`."""
+
+    @property
+    def index(self) -> int:
+        value: int = wrap(self._async.index)
+        return value
+
+    @property
+    def sandbox(self) -> Sandbox | None:
+        value: Sandbox | None = wrap(self._async.sandbox)
+        return value
+
+    @property
+    def error(self) -> DsecError | None:
+        value: DsecError | None = wrap(self._async.error)
+        return value
+
+
+class Client(Blocking[AsyncClient]):
+    """Speaks to one service. Arguments win over DSEC_URL and DSEC_TOKEN; without any of them it is the service of
+    this machine, which is started when it does not run.
+
+        with dsec.Client() as client:
+            sandboxes = client.list()
+    """
+
+    def __init__(self, url: str | None = None, token: str | None = None, *, request_timeout_s: float = 60.0) -> None:
+        self._async = AsyncClient(url, token, request_timeout_s=request_timeout_s)
+
+    @property
+    def url(self) -> str:
+        """Where the service is."""
+        return self._async.url
+
+    @property
+    def environments(self) -> Environments:
+        """What sandboxes start from."""
+        result: Environments = wrap(self._async.environments)
+        return result
+
+    def create(
+        self,
+        environment: str | Environment = "base",
+        *,
+        idempotency_key: str | None = None,
+        timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        **options: Unpack[CreateOptions],
+    ) -> Sandbox:
+        """A new sandbox; arguments as those of `Sandbox.create`."""
+        result: Sandbox = wrap(
+            portal().run(
+                self._async.create(environment, idempotency_key=idempotency_key, timeout_s=timeout_s, **options)
+            )
+        )
+        return result
+
+    def create_many(
+        self,
+        count: int,
+        environment: str | Environment = "base",
+        *,
+        idempotency_key: str | None = None,
+        timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        **options: Unpack[CreateOptions],
+    ) -> list[Sandbox | DsecError]:
+        """`count` sandboxes alike: for each, in order, the sandbox or the error that it failed with."""
+        result: list[Sandbox | DsecError] = wrap(
+            portal().run(
+                self._async.create_many(
+                    count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, **options
+                )
+            )
+        )
+        return result
+
+    def iter_create(
+        self,
+        count: int,
+        environment: str | Environment = "base",
+        *,
+        idempotency_key: str | None = None,
+        timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        **options: Unpack[CreateOptions],
+    ) -> Iterator[Created]:
+        """`count` sandboxes alike, each as soon as it is there (or has failed); every index comes once."""
+        for item in portal().iterate(
+            self._async.iter_create(count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, **options)
+        ):
+            yield wrap(item)
+
+    def connect(self, id: str) -> Sandbox:
+        """A sandbox that exists, by its id. Raises SandboxNotFoundError, or GoneError when it has ended."""
+        result: Sandbox = wrap(portal().run(self._async.connect(id)))
+        return result
+
+    def get(self, id: str) -> Sandbox:
+        """A sandbox by its id, also one that has ended within the last day. Raises SandboxNotFoundError."""
+        result: Sandbox = wrap(portal().run(self._async.get(id)))
+        return result
+
+    def list(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        name: str | None = None,
+        states: tuple[str, ...] = (),
+        max_items: int = 10000,
+    ) -> list[Sandbox]:
+        """The sandboxes that have all of `labels`; without `states` those that have not ended."""
+        result: list[Sandbox] = wrap(
+            portal().run(self._async.list(labels=labels, name=name, states=states, max_items=max_items))
+        )
+        return result
+
+    def health(self) -> Health:
+        """The service's version and node."""
+        return portal().run(self._async.health())
+
+    def doctor(self) -> DoctorReport:
+        """What the node can do, and what it lacks."""
+        return portal().run(self._async.doctor())
+
+    def close(self) -> None:
+        """Closes the connections. The client may be used again; sandboxes are not touched."""
+        portal().run(self._async.close())
+
+    def __enter__(self) -> Self:
+        portal().run(self._async.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        portal().run(self._async.__aexit__(*error))
+
+
+def wrap(value: Any) -> Any:
+    """Asynchronous objects as blocking ones, also in a list; anything else as it is."""
+    if isinstance(value, list):
+        return [wrap(item) for item in value]
+    kind = _KINDS.get(type(value))
+    return value if kind is None else kind._of(value)
+
+
+def create_many(
+    count: int,
+    environment: str | Environment = "base",
+    *,
+    idempotency_key: str | None = None,
+    timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+    client: Client | None = None,
+    **options: Unpack[CreateOptions],
+) -> list[Sandbox | DsecError]:
+    """`count` sandboxes alike: for each, in order, the sandbox or the error that it failed with."""
+    return Sandbox.create_many(
+        count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, client=client, **options
+    )
+
+
+_KINDS: dict[type, Any] = {
+    AsyncProcess: Process,
+    AsyncPty: Pty,
+    AsyncSession: Session,
+    AsyncWatch: Watch,
+    AsyncFiles: Files,
+    AsyncConnection: Connection,
+    AsyncEnvironments: Environments,
+    AsyncSandbox: Sandbox,
+    AsyncCreated: Created,
+    AsyncClient: Client,
+}

@@ -1,0 +1,242 @@
+"""Files and directories between the caller's machine and a sandbox, in constant memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from dsec.core.errors import InvalidArgumentError, LimitError, UnavailableError
+from dsec.core.spec import check_path
+from dsec.sdk.files import AsyncFiles
+from dsec.sdk.tar import tar_chunks
+from dsec.sdk.transport import Query, Transport, decode_reply
+from dsec.sdk.untar import Unpacker
+from dsec.wire import api
+from dsec.wire.records import WriteAnswer
+
+_PIECE_BYTES: Final = 256 << 10
+_ATOMIC_BYTES_MAX: Final = 8 << 20  # sent whole and again when the connection breaks; larger ones are resumed
+_ATTEMPTS_MAX: Final = 5
+_PROGRESS_STALLS_MAX: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What was transferred. `skipped` names what a download left out because it was not safe to take, and why."""
+
+    bytes: int
+    entries: int = 1
+    skipped: list[str] = field(default_factory=list)
+
+
+async def upload(
+    transport: Transport, files: AsyncFiles, sandbox: str, local: Path, remote: str, *, user: str | None
+) -> Transfer:
+    if await asyncio.to_thread(local.is_dir):
+        return await _upload_directory(transport, sandbox, local, remote, user)
+    status = await asyncio.to_thread(_regular, local)
+    target = await _target_of(files, remote, local.name, user)
+    mode = stat.S_IMODE(status.st_mode) & 0o777
+    if status.st_size <= _ATOMIC_BYTES_MAX:
+        data = await asyncio.to_thread(local.read_bytes)
+        await files.write(target, data, mode=mode, user=user)
+        return Transfer(len(data))
+    return await _upload_large(transport, files, sandbox, local, target, mode, user)
+
+
+def _regular(local: Path) -> os.stat_result:
+    try:
+        status = local.stat()
+    except OSError as error:
+        raise InvalidArgumentError(f"{local} cannot be uploaded: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidArgumentError(f"{local} is neither a file nor a directory")
+    return status
+
+
+async def _target_of(files: AsyncFiles, remote: str, name: str, user: str | None) -> str:
+    """As `cp` does it: into a directory under the file's own name, else the path itself."""
+    if remote.endswith("/") or (await files.exists(remote, user=user) and await _is_directory(files, remote, user)):
+        return f"{remote.rstrip('/')}/{name}"
+    return remote
+
+
+async def _is_directory(files: AsyncFiles, remote: str, user: str | None) -> bool:
+    return (await files.stat(remote, user=user)).kind == "directory"
+
+
+async def _upload_large(
+    transport: Transport, files: AsyncFiles, sandbox: str, local: Path, target: str, mode: int, user: str | None
+) -> Transfer:
+    """To a temporary name beside the target, taken up where it broke, then renamed: nobody sees half a file."""
+    directory, _, name = target.rpartition("/")
+    part = f"{directory}/.{name[:100]}.{secrets.token_hex(8)}.dsec-part"
+    try:
+        size = await _send_resumable(transport, files, sandbox, local, part, mode, user)
+        await files.move(part, target, user=user)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            await asyncio.shield(files.remove(part, missing_ok=True, user=user))
+        raise
+    return Transfer(size)
+
+
+async def _send_resumable(
+    transport: Transport, files: AsyncFiles, sandbox: str, local: Path, part: str, mode: int, user: str | None
+) -> int:
+    at, stalls = 0, 0
+    while True:
+        query: Query = {"path": check_path(part), "offset": at, "mode": f"{mode:o}", "parents": True, "user": user}
+        try:
+            async with transport.stream(
+                "PUT",
+                f"/sandboxes/{sandbox}/files",
+                query=query,
+                data=_Once(_pieces(local, at)),
+                headers={"Content-Type": api.TYPE_BYTES},
+            ) as response:
+                return at + decode_reply(await response.read(), WriteAnswer).bytes
+        except UnavailableError as error:
+            had = at
+            # What arrived is a beginning of the file; the rest goes from there.
+            at = (await files.stat(part, user=user)).size if await files.exists(part, user=user) else 0
+            stalls = 0 if at > had else stalls + 1
+            await transport.pause(error, max(stalls, 1), most=_PROGRESS_STALLS_MAX)
+
+
+async def _pieces(local: Path, offset: int) -> AsyncIterator[bytes]:
+    file = await asyncio.to_thread(open, local, "rb", 0)
+    try:
+        await asyncio.to_thread(file.seek, offset)
+        while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
+            yield piece
+    finally:
+        file.close()
+
+
+async def _upload_directory(transport: Transport, sandbox: str, local: Path, remote: str, user: str | None) -> Transfer:
+    """The content of `local` below `remote`. A broken connection begins again: unpacking twice does no harm."""
+    for attempt in range(1, _ATTEMPTS_MAX + 1):
+        try:
+            async with transport.stream(
+                "PUT",
+                f"/sandboxes/{sandbox}/archive",
+                query={"path": check_path(remote), "user": user},
+                data=_Once(_stepped(lambda: tar_chunks(local))),
+                headers={"Content-Type": api.TYPE_TAR},
+            ) as response:
+                answer = decode_reply(await response.read(), WriteAnswer)
+                return Transfer(answer.bytes, answer.entries)
+        except UnavailableError as error:
+            await transport.pause(error, attempt, most=_ATTEMPTS_MAX - 1)
+    raise AssertionError("unreachable")
+
+
+async def _stepped(start: Callable[[], Iterator[bytes]]) -> AsyncIterator[bytes]:
+    """A blocking iterator, each step in a thread."""
+    iterator = start()
+    while (piece := await asyncio.to_thread(next, iterator, None)) is not None:
+        yield piece
+
+
+class _Once:
+    """A body that cannot be sent twice by mistake: a second, empty one would look like an empty file."""
+
+    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
+        self._pieces: AsyncIterator[bytes] | None = pieces
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        if self._pieces is None:
+            raise UnavailableError("the connection was lost while a file was being sent")
+        pieces, self._pieces = self._pieces, None
+        return pieces
+
+
+async def download(
+    transport: Transport,
+    files: AsyncFiles,
+    sandbox: str,
+    remote: str,
+    local: Path,
+    *,
+    below: bool,
+    user: str | None,
+    max_bytes: int,
+    max_entries: int,
+) -> Transfer:
+    info = await files.stat(remote, user=user)
+    if info.kind == "directory":
+        return await _download_directory(transport, sandbox, remote, local, user, max_bytes, max_entries)
+    if info.kind != "file":
+        raise InvalidArgumentError(f"{remote[:200]!r} is a {info.kind}; only files and directories can be downloaded")
+    if below or await asyncio.to_thread(local.is_dir):
+        # The caller's own spelling, never a name that the sandbox gave.
+        local = local / PurePosixPath(remote).name
+    return await _download_file(files, remote, local, info.mode & 0o777, user, max_bytes)
+
+
+async def _download_file(
+    files: AsyncFiles, remote: str, local: Path, mode: int, user: str | None, max_bytes: int
+) -> Transfer:
+    """To a temporary name beside `local`, then renamed. Set-id bits are not taken over."""
+    part = local.with_name(f".{local.name[:100]}.{secrets.token_hex(8)}.dsec-part")
+    size = 0
+    file = await asyncio.to_thread(_create, part)
+    try:
+        async with contextlib.aclosing(files.stream(remote, user=user)) as pieces:
+            async for piece in pieces:
+                size += len(piece)
+                if size > max_bytes:
+                    raise LimitError(f"{remote[:200]!r} has more than {max_bytes} bytes", hint="pass max_bytes=")
+                await asyncio.to_thread(_write_all, file, piece)
+        os.fchmod(file, mode)
+        await asyncio.to_thread(part.replace, local)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(file)
+    return Transfer(size)
+
+
+def _create(part: Path) -> int:
+    try:
+        return os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InvalidArgumentError(f"{part.parent} cannot be written to: {error.strerror}") from error
+
+
+def _write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+async def _download_directory(
+    transport: Transport, sandbox: str, remote: str, local: Path, user: str | None, max_bytes: int, max_entries: int
+) -> Transfer:
+    """The content of `remote` below `local`. A broken connection begins again, over what is there."""
+    for attempt in range(1, _ATTEMPTS_MAX + 1):
+        try:
+            with await asyncio.to_thread(Unpacker, local, bytes_max=max_bytes, entries_max=max_entries) as unpacker:
+                async with transport.stream(
+                    "GET", f"/sandboxes/{sandbox}/archive", query={"path": check_path(remote), "user": user}
+                ) as response:
+                    await _feed(unpacker, response.content.iter_chunked(_PIECE_BYTES))
+                done = await asyncio.to_thread(unpacker.finish)
+                return Transfer(done.bytes, done.entries, done.skipped)
+        except UnavailableError as error:
+            await transport.pause(error, attempt, most=_ATTEMPTS_MAX - 1)
+    raise AssertionError("unreachable")
+
+
+async def _feed(unpacker: Unpacker, pieces: AsyncIterable[bytes]) -> None:
+    async for piece in pieces:
+        await asyncio.to_thread(unpacker.feed, piece)
