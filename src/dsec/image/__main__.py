@@ -15,7 +15,6 @@ from dsec.core.errors import DsecError
 from dsec.core.units import format_size
 from dsec.image.build import build
 from dsec.image.environments import EnvironmentStore
-from dsec.image.erofs import probe_erofs
 from dsec.image.recipes import BASE_NAME, BASE_PACKAGES
 from dsec.wire import codec
 from dsec.wire.environments import (
@@ -56,8 +55,10 @@ def _run(arguments: argparse.Namespace) -> int:
     elif arguments.command == "remove":
         store.remove(arguments.name)
     else:
-        verdict = probe_erofs(store.layers)
-        print("layers are EROFS images" if verdict.usable else f"layers are plain directories: {verdict.reason}")
+        facts = store.describe()
+        print(f"new layers are kept as: {facts.kind}{f', because {facts.reason}' if facts.reason else ''}")
+        print(f"{facts.environments} environments, {facts.layers} layers, {format_size(facts.layer_bytes)}")
+        print(f"{format_size(facts.free_bytes)} free at {facts.state}")
     return 0
 
 

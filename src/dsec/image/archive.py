@@ -74,9 +74,7 @@ def _put(member: tarfile.TarInfo, path: bytes, archive: tarfile.TarFile, stage: 
     if not path:
         raise InvalidArgumentError("the archive has a member without a name")
     if member.isreg():
-        content = archive.extractfile(member)
-        assert content is not None
-        stage.file(path, _attributes(member), content)
+        stage.file(path, _attributes(member), _Content(archive, member))
     elif member.issym():
         stage.symlink(path, _bytes(member.linkname), _attributes(member))
     elif member.islnk():
@@ -219,6 +217,27 @@ class _Forward:
         if self._position > _STREAM_BYTES_MAX:
             raise LimitError(f"the archive holds more than {_STREAM_BYTES_MAX} bytes")
         return data
+
+
+class _Content:
+    """The bytes of a member. Raises InvalidArgumentError where they are not what its header says."""
+
+    def __init__(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        end = 0
+        for offset, size in getattr(member, "sparse", None) or ():
+            # tarfile searches a map that is out of order from the start, for each piece again.
+            if offset < end or size < 0 or offset + size > member.size:
+                raise InvalidArgumentError(f"the map of the sparse file {member.name[:200]!r} is not in order")
+            end = offset + size
+        content = archive.extractfile(member)
+        assert content is not None  # regular files have one
+        self._content = content
+
+    def read(self, size: int, /) -> bytes:
+        try:
+            return self._content.read(size)
+        except _MALFORMED as error:
+            raise InvalidArgumentError(f"the archive is damaged: {error}") from error
 
 
 class _Source(Protocol):

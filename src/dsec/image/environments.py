@@ -28,7 +28,9 @@ from dsec.core.errors import (
 )
 from dsec.core.ids import parse_name
 from dsec.core.spec import Environment
-from dsec.storage.layers import LayerLocation, LayerStore, Lease
+from dsec.image.erofs import probe_erofs
+from dsec.storage.layers import LayerKind, LayerLocation, LayerStore, Lease
+from dsec.storage.space import free_bytes
 from dsec.wire import codec
 from dsec.wire.environments import EnvironmentInfo
 
@@ -75,6 +77,19 @@ class LockedEnvironment:
 
     def digests(self) -> tuple[str, ...]:
         return tuple(layer.digest for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFacts:
+    """The store in figures, for `dsec doctor`."""
+
+    state: Path
+    kind: LayerKind  # of layers made from now on
+    reason: str  # why not EROFS; empty when it is
+    environments: int
+    layers: int
+    layer_bytes: int
+    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +190,20 @@ class EnvironmentStore:
         except (FileNotFoundError, StorageError):
             return None
         return record if self.layers.has(record.digest) else None
+
+    def describe(self) -> StoreFacts:
+        """What is here, and by a trial mount (some ten milliseconds) in which form layers are kept."""
+        verdict = probe_erofs(self.layers)
+        records = [self.layers.record(digest) for digest in self.layers.digests()]
+        return StoreFacts(
+            state=self.state,
+            kind=LayerKind.EROFS if verdict.usable else LayerKind.DIRECTORY,
+            reason=verdict.reason,
+            environments=len(self.names()),
+            layers=len(records),
+            layer_bytes=sum(record.size_bytes for record in records),
+            free_bytes=free_bytes(self.state),
+        )
 
     # ---- changing -----------------------------------------------------------------------------
 
