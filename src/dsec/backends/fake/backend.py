@@ -1,0 +1,109 @@
+"""The backend that needs no machine: instances in memory, for tests and simulation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from dsec.backends.base import Capabilities, Instance, InstanceSpec, Intend, Probe
+from dsec.backends.fake.host import STEPS, FakeHost
+from dsec.backends.fake.instance import FakeInstance, destroy_on
+from dsec.backends.fake.sandbox import FakeSandbox
+from dsec.core.errors import GoneError, LaunchError, ProtocolError
+from dsec.core.faults import fault_point
+from dsec.core.ids import SandboxId
+from dsec.core.spec import NetworkMode, Substrate
+from dsec.wire.codec import pack, unpack
+
+
+class FakeRecord(msgspec.Struct, frozen=True):
+    """What a node's journal keeps of a fake instance."""
+
+    id: str
+    serial: int
+    version: int = 1
+
+
+class FakeBackend:
+    """Implements `Backend` on a FakeHost; several in turn may work on one host, as nodes that restart do."""
+
+    def __init__(self, host: FakeHost | None = None, *, pause: bool = True) -> None:
+        self.host = host or FakeHost()
+        self._capabilities = Capabilities(
+            substrate=Substrate.FAKE,
+            networks=frozenset({NetworkMode.NONE}),
+            pause=pause,
+            survives_node=True,
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    async def probe(self) -> Probe:
+        return Probe(usable=True, facts={"fake": "in memory; isolates nothing"})
+
+    async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> Instance:
+        record = FakeRecord(instance.id, self.host.next_serial())
+        sandbox = FakeSandbox(self.host, instance, record.serial)
+        await intend(pack(record))
+        step, done = STEPS[0], []
+        try:
+            async with asyncio.timeout(deadline_s):
+                for step in STEPS:
+                    await self._do(step, sandbox)
+                    done.append(step)
+        except BaseException as error:
+            await self._undo(sandbox, done)
+            if isinstance(error, (OSError, TimeoutError)):
+                raise LaunchError(f"step {step} failed: {error}", step=step, sandbox=instance.id) from error
+            raise
+        return FakeInstance(self.host, sandbox, pack(record), self._capabilities)
+
+    async def adopt(self, id: SandboxId, record: bytes) -> Instance:
+        sandbox = self._recorded(id, record)
+        if sandbox is None or sandbox.ended is not None:
+            raise GoneError(f"{id} does not run any more", sandbox=id)
+        return FakeInstance(self.host, sandbox, record, self._capabilities)
+
+    async def discard(self, id: SandboxId, record: bytes) -> None:
+        sandbox = self._recorded(id, record)
+        if sandbox is not None or id not in self.host.sandboxes:  # another of that id is left alone
+            await destroy_on(self.host, id, sandbox)
+
+    async def close(self) -> None:
+        """Nothing is held here: instances run on at the host."""
+
+    async def _do(self, step: str, sandbox: FakeSandbox) -> None:
+        id = sandbox.spec.id
+        if step == "ids":
+            self._check_room(id)
+        fault_point(f"fake.create.{step}")
+        await self.host.delay(f"create.{step}")
+        self.host.hold(id, step)
+        if step == "launch":
+            self.host.sandboxes[id] = sandbox
+
+    def _check_room(self, id: SandboxId) -> None:
+        if self.host.holds(id):
+            raise LaunchError(f"{id} is on this host already", step="ids", sandbox=id)
+        most = self.host.instances_max
+        if most is not None and len(self.host.sandboxes) >= most:
+            raise LaunchError(f"this host holds {most} instances, and no more", step="ids", sandbox=id)
+
+    async def _undo(self, sandbox: FakeSandbox, done: list[str]) -> None:
+        await sandbox.stop("never became ready")
+        if "launch" in done:
+            del self.host.sandboxes[sandbox.spec.id]
+        for step in reversed(done):
+            self.host.give_back(sandbox.spec.id, step)
+
+    def _recorded(self, id: SandboxId, record: bytes) -> FakeSandbox | None:
+        """The sandbox of a record; None when there is none, or the record is not one of ours."""
+        try:
+            known = unpack(record, FakeRecord)
+        except ProtocolError:
+            return None
+        sandbox = self.host.sandboxes.get(id)
+        return sandbox if sandbox is not None and sandbox.serial == known.serial and known.id == id else None
