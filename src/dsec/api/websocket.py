@@ -21,6 +21,8 @@ class Socket:
         self.accepted = False
 
     async def accept(self) -> None:
+        if (await self._receive())["type"] != "websocket.connect":
+            raise ClientGoneError
         self.accepted = True
         headers = [(b"x-request-id", self._request_id.encode())]
         await self._emit({"type": "websocket.accept", "headers": headers})

@@ -1,0 +1,76 @@
+"""An API on a real socket, with a node behind it, for the tests of the API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from dsec.api.app import Application
+from dsec.api.gate import Gate
+from dsec.api.keeper import Keeper
+from dsec.api.request import Services
+from dsec.api.routes import ROUTES
+from dsec.api.routing import RouteTable
+from dsec.api.server import HttpServer, TcpAddress
+from dsec.cluster.rpc import EmbeddedRpc
+from dsec.core.ids import NodeId
+from dsec.iam.peers import Peer, local_principal
+from dsec.iam.tokens import TokenStore
+from dsec.wire.node import NodeService
+
+ADMIN = local_principal(Peer(pid=1, uid=0, gid=0))
+
+
+@dataclass
+class Served:
+    socket: Path
+    tcp: TcpAddress
+    server: HttpServer
+    rpc: EmbeddedRpc
+    keeper: Keeper
+    tokens: TokenStore
+    local: aiohttp.ClientSession  # over the UNIX socket, admin
+    remote: aiohttp.ClientSession  # over TCP, without credentials
+
+    async def token(self, project: str, *rights: str) -> dict[str, str]:
+        text, _ = await self.tokens.create("test", project=project, rights=set(rights), by=ADMIN)
+        return {"Authorization": f"Bearer {text}"}
+
+    async def quiet(self) -> None:
+        """Waits until no request, stream or kept work is left."""
+        await until(lambda: not self.server.state.tasks and not self.rpc.streams_open and not len(self.keeper))
+
+
+@contextlib.asynccontextmanager
+async def serve(service: NodeService, node: NodeId, directory: Path) -> AsyncIterator[Served]:
+    tokens = TokenStore.open(directory / "iam.db")
+    rpc = EmbeddedRpc(service, node)
+    keeper = Keeper()
+    services = Services(rpc=rpc, node=node, tokens=tokens, gate=Gate(tokens), keeper=keeper, version="9")
+    server = HttpServer(Application(RouteTable(ROUTES), services))
+    path = directory / "api.sock"
+    await server.listen_unix(path)
+    (address,) = await server.listen_tcp(TcpAddress("127.0.0.1", 0))
+    async with (
+        aiohttp.ClientSession("http://dsec", connector=aiohttp.UnixConnector(str(path))) as local,
+        aiohttp.ClientSession(f"http://127.0.0.1:{address.port}") as remote,
+    ):
+        try:
+            yield Served(path, address, server, rpc, keeper, tokens, local, remote)
+        finally:
+            await server.close(grace_s=0)
+            await keeper.close(deadline_s=0)
+            await rpc.close()
+            tokens.close()
+
+
+async def until(condition: Callable[[], Any], *, deadline_s: float = 10.0) -> None:
+    async with asyncio.timeout(deadline_s):
+        while not condition():
+            await asyncio.sleep(0.005)
