@@ -72,5 +72,5 @@ async def serve(service: NodeService, node: NodeId, directory: Path) -> AsyncIte
 
 async def until(condition: Callable[[], Any], *, deadline_s: float = 10.0) -> None:
     async with asyncio.timeout(deadline_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  any condition, not only those that tell
             await asyncio.sleep(0.005)

@@ -202,7 +202,9 @@ async def test_tcp_needs_a_token_but_for_the_version(api: Served) -> None:
         assert (await answer.json())["pid"] == 7
 
 
-@pytest.mark.parametrize("header", ["", "Bearer", "Bearer dsec_wrong", "Basic abc", "Bearer \x80\xff", "Bearer " + "d" * 9000])
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer dsec_wrong", "Basic abc", "Bearer \x80\xff", "Bearer " + "d" * 9000]
+)
 async def test_bad_credentials_are_refused(api: Served, header: str) -> None:
     async with api.remote.get("/v1/sandboxes", headers={"Authorization": header}) as answer:
         assert (answer.status, (await answer.json())["code"]) == (401, "unauthenticated")
@@ -257,14 +259,16 @@ async def test_a_project_does_not_reach_another_ones_sandbox_by_any_route(api: S
         async with api.remote.request(method, path, data=body, headers=ours) as answer:
             assert (answer.status, (await answer.json())["code"]) == (404, "sandbox_not_found"), (method, path)
     for path in ("attach", "connect", "watch"):
-        url = f"{base}/execs/{exec}/attach" if path == "attach" else f"{base}/{path}?" + (
-            "port=80" if path == "connect" else "path=/"
+        url = (
+            f"{base}/execs/{exec}/attach"
+            if path == "attach"
+            else f"{base}/{path}?" + ("port=80" if path == "connect" else "path=/")
         )
         if path == "attach":
             async with api.remote.ws_connect(url, headers=ours) as socket:
                 assert json.loads(await socket.receive_str())["error"]["code"] == "sandbox_not_found"
         else:
-                    with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
                 await api.remote.ws_connect(url, headers=ours)
             assert refused.value.status == 404
     async with api.remote.get("/v1/sandboxes", headers=ours) as answer:
