@@ -10,7 +10,7 @@ from dsec.backends.base import Capabilities, Instance, InstanceSpec, Intend, Pro
 from dsec.backends.fake.host import STEPS, FakeHost
 from dsec.backends.fake.instance import FakeInstance, destroy_on
 from dsec.backends.fake.sandbox import FakeSandbox
-from dsec.core.errors import GoneError, LaunchError, ProtocolError
+from dsec.core.errors import DeadlineError, GoneError, LaunchError, Outcome, ProtocolError
 from dsec.core.faults import fault_point
 from dsec.core.ids import SandboxId
 from dsec.core.spec import NetworkMode, Substrate
@@ -56,7 +56,10 @@ class FakeBackend:
                     done.append(step)
         except BaseException as error:
             await self._undo(sandbox, done)
-            if isinstance(error, (OSError, TimeoutError)):
+            if isinstance(error, TimeoutError):
+                message = f"{instance.id} was not ready in time and has been removed"
+                raise DeadlineError(message, sandbox=instance.id, step=step, outcome=Outcome.GONE) from error
+            if isinstance(error, OSError):
                 raise LaunchError(f"step {step} failed: {error}", step=step, sandbox=instance.id) from error
             raise
         return FakeInstance(self.host, sandbox, pack(record), self._capabilities)
