@@ -127,7 +127,7 @@ def _paragraphs(text: str) -> Iterator[AptSource]:
 
 def _lines(text: str) -> Iterator[AptSource]:
     for line in text.splitlines():
-        match = re.match(r"\s*deb\s+(?:\[([^]]*)\]\s+)?(\S+)\s+(\S+)\s+([^#]*\S)", line)
+        match = re.match(r"\s*deb\s+(?:\[([^]]*)\]\s+)?(\S+)\s+(\S+)\s+([^#]*[^#\s])", line)
         if match:
             options = dict(item.split("=", 1) for item in (match[1] or "").split() if "=" in item)
             yield AptSource((match[2],), (match[3],), tuple(match[4].split()), options.get("signed-by", ""))
