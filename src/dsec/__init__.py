@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dsec.core.spec import Environment as Environment
     from dsec.sdk.client import AsyncClient as AsyncClient
     from dsec.sdk.client import AsyncCreated as AsyncCreated
+    from dsec.sdk.environments import BASE_PACKAGES as BASE_PACKAGES
     from dsec.sdk.environments import AsyncEnvironments as AsyncEnvironments
     from dsec.sdk.files import AsyncFiles as AsyncFiles
     from dsec.sdk.files import AsyncWatch as AsyncWatch
@@ -42,9 +43,12 @@ if TYPE_CHECKING:
     from dsec.sdk.sync import Pty as Pty
     from dsec.sdk.sync import Sandbox as Sandbox
     from dsec.sdk.sync import Session as Session
+    from dsec.sdk.sync import Tokens as Tokens
     from dsec.sdk.sync import Watch as Watch
     from dsec.sdk.sync import create_many as create_many
+    from dsec.sdk.tokens import AsyncTokens as AsyncTokens
     from dsec.sdk.transfer import Transfer as Transfer
+    from dsec.wire import records as _records
     from dsec.wire.environments import BuildEvent as BuildEvent
     from dsec.wire.environments import DebianSource as DebianSource
     from dsec.wire.environments import DirectorySource as DirectorySource
@@ -56,13 +60,15 @@ if TYPE_CHECKING:
     from dsec.wire.records import FileInfo as FileInfo
     from dsec.wire.records import Gap as Gap
     from dsec.wire.records import Metrics as Metrics
-    from dsec.wire.records import Sandbox as SandboxInfo
     from dsec.wire.records import SessionInfo as SessionInfo
     from dsec.wire.records import TtySize as TtySize
     from dsec.wire.records import WatchNotice as WatchNotice
 
+    SandboxInfo = _records.Sandbox
+
 # Name → where it is, and what it is called there when that differs.
 _NAMES: Final[dict[str, str]] = {
+    "BASE_PACKAGES": "dsec.sdk.environments",
     "AsyncClient": "dsec.sdk.client",
     "AsyncConnection": "dsec.sdk.ports",
     "AsyncCreated": "dsec.sdk.client",
@@ -72,6 +78,7 @@ _NAMES: Final[dict[str, str]] = {
     "AsyncPty": "dsec.sdk.pty",
     "AsyncSandbox": "dsec.sdk.sandbox",
     "AsyncSession": "dsec.sdk.sessions",
+    "AsyncTokens": "dsec.sdk.tokens",
     "AsyncWatch": "dsec.sdk.files",
     "BuildEvent": "dsec.wire.environments",
     "Chunk": "dsec.sdk.results",
@@ -101,6 +108,7 @@ _NAMES: Final[dict[str, str]] = {
     "Session": "dsec.sdk.sync",
     "SessionInfo": "dsec.wire.records",
     "TarSource": "dsec.wire.environments",
+    "Tokens": "dsec.sdk.sync",
     "Transfer": "dsec.sdk.transfer",
     "TtySize": "dsec.wire.records",
     "Watch": "dsec.sdk.sync",

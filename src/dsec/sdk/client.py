@@ -20,6 +20,7 @@ from dsec.sdk.environments import AsyncEnvironments
 from dsec.sdk.lines import json_lines
 from dsec.sdk.requests import CreateOptions, make_spec
 from dsec.sdk.sandbox import AsyncSandbox
+from dsec.sdk.tokens import AsyncTokens
 from dsec.sdk.transport import Transport
 from dsec.wire import api
 from dsec.wire.errors import ErrorBody, error_of
@@ -51,6 +52,7 @@ class AsyncClient:
     def __init__(self, url: str | None = None, token: str | None = None, *, request_timeout_s: float = 60.0) -> None:
         self._transport = Transport(find_endpoint(url, token), request_timeout_s=request_timeout_s)
         self._environments = AsyncEnvironments(self._transport)
+        self._tokens = AsyncTokens(self._transport)
 
     @property
     def url(self) -> str:
@@ -61,6 +63,11 @@ class AsyncClient:
     def environments(self) -> AsyncEnvironments:
         """What sandboxes start from."""
         return self._environments
+
+    @property
+    def tokens(self) -> AsyncTokens:
+        """Who may call over the network."""
+        return self._tokens
 
     # ---- sandboxes ----
 

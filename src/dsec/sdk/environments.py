@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -14,18 +14,32 @@ from dsec.core.ids import parse_name
 from dsec.sdk.lines import json_lines
 from dsec.sdk.transport import Transport
 from dsec.wire import api
-from dsec.wire.environments import BuildEvent, BuildRequest, BuildSource, EnvironmentInfo
+from dsec.wire.environments import BuildEvent, BuildRequest, BuildSource, EnvironmentInfo, EnvironmentPage
 from dsec.wire.errors import ErrorBody, error_of
 
-_ATTEMPTS_MAX = 6
+_ATTEMPTS_MAX: Final = 6
+
+# What `base` is made of: a place to build and test ordinary Python projects in.
+BASE_PACKAGES: Final = (
+    "bash",
+    "build-essential",
+    "ca-certificates",
+    "coreutils",
+    "git",
+    "less",
+    "netbase",
+    "procps",
+    "python-is-python3",
+    "python3",
+    "python3-dev",
+    "python3-pip",
+    "python3-venv",
+    "tzdata",
+)
 
 
 class _Nothing(msgspec.Struct):
     pass
-
-
-class _Page(msgspec.Struct):
-    environments: list[EnvironmentInfo] = []
 
 
 class AsyncEnvironments:
@@ -36,7 +50,7 @@ class AsyncEnvironments:
 
     async def list(self) -> list[EnvironmentInfo]:
         """All of them, by name."""
-        return (await self._transport.call("GET", "/environments", _Page)).environments
+        return (await self._transport.call("GET", "/environments", EnvironmentPage)).environments
 
     async def get(self, name: str) -> EnvironmentInfo:
         """One of them. Raises EnvironmentNotFoundError."""

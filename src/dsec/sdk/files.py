@@ -9,7 +9,15 @@ from typing import Any, Final, Self
 import msgspec
 
 from dsec.core import limits
-from dsec.core.errors import ConflictError, DsecError, LimitError, PathNotFoundError, ProtocolError, UnavailableError
+from dsec.core.errors import (
+    ConflictError,
+    DsecError,
+    InvalidArgumentError,
+    LimitError,
+    PathNotFoundError,
+    ProtocolError,
+    UnavailableError,
+)
 from dsec.core.spec import check_path
 from dsec.sdk.transport import Messages, Query, Transport, decode_reply
 from dsec.wire import api
@@ -118,7 +126,14 @@ class AsyncFiles:
                         failures = 0
                         yield piece
                 return
+            except InvalidArgumentError:
+                # A range from the end on is refused; reading there gives nothing.
+                if at == 0 or at < (await self.stat(path, user=user)).size:
+                    raise
+                return
             except UnavailableError as error:
+                if first is not None and first.size == 0:
+                    raise  # of /proc, say: such a file cannot be taken up in its middle
                 if first is not None and at >= first.size:
                     return  # all of it had come
                 failures += 1

@@ -10,8 +10,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
 from dsec.core.errors import DsecError, ProtocolError, UnavailableError
 from dsec.sdk.retry import backoff_s
 from dsec.sdk.transport import Transport
@@ -19,14 +17,10 @@ from dsec.wire import api
 from dsec.wire.codec import unpack
 from dsec.wire.errors import ErrorBody, error_of
 from dsec.wire.frames import Channel, Data, Frame, FrameDecoder, FrameType, decode_data
-from dsec.wire.records import ExecInfo, Gap
+from dsec.wire.records import ExecInfo, Gap, GapNotice
 
 LOST_S_MAX: Final = 30.0  # without a byte of progress over repeated connections, then the error is passed on
 _READ_BYTES: Final = 64 << 10
-
-
-class _Notice(msgspec.Struct, frozen=True):
-    gap: Gap | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +95,8 @@ def _item_of(frame: Frame, at: Offsets) -> Data | Gap | Ended | None:
     if frame.type == FrameType.DATA:
         return _new_part(decode_data(frame.body), at)
     if frame.type == FrameType.EVENT:
-        gap = unpack(frame.body, _Notice).gap
-        if gap is None or gap.end <= at.of(gap.channel):
+        gap = unpack(frame.body, GapNotice).gap
+        if gap.end <= at.of(gap.channel):
             return None
         gap = Gap(gap.channel, max(gap.start, at.of(gap.channel)), gap.end)
         at.advance(gap.channel, gap.end)

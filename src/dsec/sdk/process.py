@@ -59,8 +59,14 @@ class AsyncProcess:
     # ---- output and end ----
 
     async def __aiter__(self) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(self.output()) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def output(self, *, follow: bool = True) -> AsyncGenerator[Chunk, None]:
+        """Its output from the beginning, until its end; without `follow` what is on record now."""
         decoder = Decoder()
-        async with aclosing(self._follow(self._start.copy())) as items:
+        async with aclosing(self._follow(self._start.copy(), follow=follow)) as items:
             async for item in items:
                 if isinstance(item, Data):
                     yield decoder.chunk(item.channel, item.offset, item.payload)
@@ -97,12 +103,13 @@ class AsyncProcess:
                 self._err.skip(self._ended.err_bytes)
         return self._result()
 
-    async def _follow(self, at: Offsets) -> AsyncGenerator[Data | Gap | Ended, None]:
+    async def _follow(self, at: Offsets, *, follow: bool = True) -> AsyncGenerator[Data | Gap | Ended, None]:
         """Output from `at` on, kept for the result as it passes."""
-        async with aclosing(follow_output(self._transport, self._path, at)) as items:
+        async with aclosing(follow_output(self._transport, self._path, at, follow=follow)) as items:
             async for item in items:
                 if isinstance(item, Ended):
-                    self._ended = item.info
+                    # Without `follow` the record may end before the exec does.
+                    self._ended = item.info if item.info is not None and item.info.state == "ended" else None
                 elif isinstance(item, Gap):
                     self._tape(item.channel).skip(item.end)
                 else:

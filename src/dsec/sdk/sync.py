@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal as signals
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, Self, Unpack
 
@@ -25,6 +25,7 @@ from dsec.sdk.results import Chunk, ExecResult
 from dsec.sdk.running import OutputCallback
 from dsec.sdk.sandbox import AsyncSandbox, ExecInfos, SessionInfos
 from dsec.sdk.sessions import AsyncSession
+from dsec.sdk.tokens import AsyncTokens
 from dsec.wire.environments import BuildEvent, BuildSource, EnvironmentInfo
 from dsec.wire.records import (
     DoctorReport,
@@ -37,6 +38,7 @@ from dsec.wire.records import (
     WatchNotice,
 )
 from dsec.wire.records import Sandbox as SandboxInfo
+from dsec.wire.tokens import TokenAnswer, TokenInfo
 
 
 class Process(Blocking[AsyncProcess]):
@@ -56,6 +58,10 @@ class Process(Blocking[AsyncProcess]):
 
     def __iter__(self) -> Iterator[Chunk]:
         return portal().iterate(self._async.__aiter__())
+
+    def output(self, *, follow: bool = True) -> Iterator[Chunk]:
+        """Its output from the beginning, until its end; without `follow` what is on record now."""
+        return portal().iterate(self._async.output(follow=follow))
 
     def wait(self, timeout_s: float | None = None) -> ExecResult:
         """The result, once the command has ended. Raises DeadlineError after `timeout_s`; the command then goes on."""
@@ -390,6 +396,24 @@ class Environments(Blocking[AsyncEnvironments]):
     def remove(self, name: str, *, missing_ok: bool = False) -> None:
         """Removes the name; its layers go once nothing uses them. Raises EnvironmentNotFoundError."""
         portal().run(self._async.remove(name, missing_ok=missing_ok))
+
+
+class Tokens(Blocking[AsyncTokens]):
+    """`client.tokens`: for administrators of a project."""
+
+    def create(
+        self, principal: str, *, project: str = "/", rights: Sequence[str] = ("use",), ttl_s: float | None = None
+    ) -> TokenAnswer:
+        """A new token, which is shown this once. `rights`: "read", "use" (includes read), "admin" (includes both)."""
+        return portal().run(self._async.create(principal, project=project, rights=rights, ttl_s=ttl_s))
+
+    def list(self) -> list[TokenInfo]:
+        """The tokens of the caller's projects, without their secrets."""
+        return portal().run(self._async.list())
+
+    def revoke(self, id: str) -> TokenInfo:
+        """Ends a token at once."""
+        return portal().run(self._async.revoke(id))
 
 
 class Sandbox(Blocking[AsyncSandbox]):
@@ -780,6 +804,12 @@ class Client(Blocking[AsyncClient]):
         result: Environments = wrap(self._async.environments)
         return result
 
+    @property
+    def tokens(self) -> Tokens:
+        """Who may call over the network."""
+        result: Tokens = wrap(self._async.tokens)
+        return result
+
     def create(
         self,
         environment: str | Environment = "base",
@@ -905,6 +935,7 @@ _KINDS: dict[type, Any] = {
     AsyncFiles: Files,
     AsyncConnection: Connection,
     AsyncEnvironments: Environments,
+    AsyncTokens: Tokens,
     AsyncSandbox: Sandbox,
     AsyncCreated: Created,
     AsyncClient: Client,

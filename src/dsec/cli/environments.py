@@ -1,0 +1,171 @@
+"""`dsec env`: what sandboxes start from."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsec.cli.console import Json, age, clean, client, put_json, run_async, say, settings, table
+
+if TYPE_CHECKING:
+    from dsec.wire.environments import BuildEvent, BuildSource
+
+app = typer.Typer(help="Environments: what sandboxes start from.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(metavar="NAME", show_default=False)]
+
+
+@app.command()
+def build(
+    name: Name,
+    packages: Annotated[list[str] | None, typer.Argument(metavar="[PACKAGE…]", help="With --debian.")] = None,
+    debian: Annotated[
+        bool, typer.Option("--debian", help="From Debian packages; without any named, the usual ones for Python work.")
+    ] = False,
+    suite: Annotated[str | None, typer.Option(help="With --debian: such as bookworm.", show_default=False)] = None,
+    directory: Annotated[Path | None, typer.Option(help="From a directory.", show_default=False)] = None,
+    tar: Annotated[Path | None, typer.Option(help="From a tar file.", show_default=False)] = None,
+    oci: Annotated[Path | None, typer.Option(help="From an OCI image layout directory.", show_default=False)] = None,
+    reference: Annotated[str | None, typer.Option(help="With --oci: which image.", show_default=False)] = None,
+    owner: Annotated[str, typer.Option(help="keep, squash or root: whose the files become.")] = "keep",
+    replace: Annotated[bool, typer.Option("--replace", help="Give the name to other content.")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Build even what was built before.")] = False,
+    json: Json = False,
+) -> None:
+    """Build an environment. Exactly one of --debian, --directory, --tar and --oci.
+
+    Examples: dsec env build base --debian        dsec env build tools --tar tools.tar.gz
+    """
+    if sum((debian, directory is not None, tar is not None, oci is not None)) != 1:
+        raise typer.BadParameter("give exactly one of --debian, --directory, --tar and --oci")
+    if packages and not debian:
+        raise typer.BadParameter("packages go with --debian")
+    source = _source(packages or [], suite, directory, tar, oci, reference, owner)
+
+    async def work() -> None:
+        async with client() as c:
+            with _Progress() as progress:
+                info = await c.environments.build(
+                    name, source, replace=replace, refresh=refresh, on_event=progress.hear
+                )
+        if settings.json:
+            put_json(info)
+        else:
+            print(info.name)
+
+    run_async(work())
+
+
+def _source(
+    packages: list[str],
+    suite: str | None,
+    directory: Path | None,
+    tar: Path | None,
+    oci: Path | None,
+    reference: str | None,
+    owner: str,
+) -> BuildSource:
+    from dsec.core.errors import InvalidArgumentError
+    from dsec.sdk.environments import BASE_PACKAGES
+    from dsec.wire.environments import DebianSource, DirectorySource, OciSource, Ownership, TarSource
+
+    if owner not in list(Ownership):
+        raise InvalidArgumentError(f"there is no owner {owner[:40]!r}", hint="keep, squash or root")
+    whose = Ownership(owner)
+    # The node reads these paths, whose working directory is another.
+    if directory is not None:
+        return DirectorySource(path=str(directory.absolute()), owner=whose)
+    if tar is not None:
+        return TarSource(path=str(tar.absolute()), owner=whose)
+    if oci is not None:
+        return OciSource(path=str(oci.absolute()), reference=reference, owner=whose)
+    return DebianSource(packages=tuple(packages) or BASE_PACKAGES, suite=suite)
+
+
+class _Progress:
+    """A build's story on stderr: one moving line on a terminal, a line each elsewhere, nothing with --json."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._last = ""
+        self._live = sys.stderr.isatty() and not settings.json
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live and self._last:
+            sys.stderr.write("\r\x1b[K")
+
+    def hear(self, event: BuildEvent) -> None:
+        if settings.json or event.kind not in ("progress", "log"):
+            return
+        text = clean(event.message if event.kind == "log" else f"{event.stage or ''}: {event.message}".strip(": "))
+        line = f"[{time.monotonic() - self._started:5.1f} s] {' '.join(text.split())}"
+        if not self._live:
+            if event.kind == "progress":
+                say(line)
+            return
+        self._last = line
+        sys.stderr.write(f"\r\x1b[K{line[: _width()]}")
+        sys.stderr.flush()
+
+
+def _width() -> int:
+    import shutil
+
+    return max(shutil.get_terminal_size().columns - 1, 20)
+
+
+@app.command(name="ls")
+def list_(json: Json = False) -> None:
+    """List the environments."""
+    from dsec.core.units import format_size
+
+    async def work() -> None:
+        async with client() as c:
+            found = await c.environments.list()
+        if settings.json:
+            put_json(found)
+            return
+        rows = [(e.name, format_size(e.size_bytes), age(time.time() - e.created_at), e.source) for e in found]
+        table(("NAME", "SIZE", "AGE", "SOURCE"), rows)
+
+    run_async(work())
+
+
+@app.command()
+def show(name: Name, json: Json = False) -> None:
+    """Show one environment."""
+
+    async def work() -> None:
+        import msgspec
+
+        async with client() as c:
+            info = await c.environments.get(name)
+        if settings.json:
+            put_json(info)
+            return
+        for key, value in msgspec.structs.asdict(info).items():
+            print(f"{key}: {clean(str(value))}")
+
+    run_async(work())
+
+
+@app.command()
+def rm(names: Annotated[list[str], typer.Argument(metavar="NAME…")], json: Json = False) -> None:
+    """Remove environments. Sandboxes that run keep what they use."""
+
+    async def work() -> None:
+        async with client() as c:
+            for name in names:
+                await c.environments.remove(name)
+                if not settings.json:
+                    say(f"removed {name}")
+        if settings.json:
+            put_json({"removed": names})
+
+    run_async(work())

@@ -1,0 +1,128 @@
+"""`dsec create`, `dsec ls`, `dsec rm`: which sandboxes there are."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from dsec.cli.console import Json, age, client, find_id, parse_pairs, put_json, run_async, say, settings, table
+from dsec.cli.options import Cpu, Disk, Env, Labels, Memory, Name, Pids, Substrate, TtlIdle, TtlRunning
+
+_STATES = ("creating", "running", "pausing", "paused", "resuming", "destroying", "gone", "failed")
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(create)
+    app.command()(ls)
+    app.command()(rm)
+
+
+def create(
+    environment: Annotated[str, typer.Argument(help="What it starts from.")] = "base",
+    backend: Substrate = "container",
+    cpu: Cpu = 1.0,
+    memory: Memory = "1GiB",
+    disk: Disk = "10GiB",
+    pids: Pids = 1024,
+    env: Env = None,
+    user: Annotated[str | None, typer.Option(help="Of its commands.", show_default=False)] = None,
+    workdir: Annotated[str | None, typer.Option(help="Of its commands.", show_default=False)] = None,
+    network: Annotated[str, typer.Option(help="none: loopback only.")] = "none",
+    name: Name = None,
+    label: Labels = None,
+    ttl_running: TtlRunning = None,
+    ttl_idle: TtlIdle = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 60.0,
+    json: Json = False,
+) -> None:
+    """Create a sandbox and say its id. It lives until `dsec rm`, or its time to live is over."""
+
+    async def work() -> None:
+        async with client() as c:
+            sandbox = await c.create(
+                environment,
+                backend=backend,
+                cpu=cpu,
+                memory=memory,
+                disk=disk,
+                pids=pids,
+                env=parse_pairs(env, "variable"),
+                user=user,
+                workdir=workdir,
+                network=network,
+                name=name,
+                labels=parse_pairs(label, "label"),
+                ttl_running_s=ttl_running,
+                ttl_idle_s=ttl_idle,
+                timeout_s=timeout,
+            )
+            if settings.json:
+                put_json(sandbox.info)
+            else:
+                print(sandbox.id)
+
+    run_async(work())
+
+
+def ls(
+    label: Labels = None,
+    name: Name = None,
+    all: Annotated[bool, typer.Option("--all", "-a", help="Also those that have ended within a day.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the ids.")] = False,
+    json: Json = False,
+) -> None:
+    """List the sandboxes that live."""
+
+    async def work() -> None:
+        async with client() as c:
+            found = await c.list(labels=parse_pairs(label, "label"), name=name, states=_STATES if all else ())
+        if settings.json:
+            put_json([sandbox.info for sandbox in found])
+            return
+        if quiet:
+            for sandbox in found:
+                print(sandbox.id)
+            return
+        now = time.time()
+        rows = [
+            (
+                i.id,
+                i.name or "",
+                i.state if i.cause is None else f"{i.state} ({i.cause})",
+                i.environment,
+                age(now - i.created_at),
+                str(i.execs_live),
+                ",".join(f"{k}={v}" for k, v in sorted(i.labels.items())),
+            )
+            for i in (sandbox.info for sandbox in found)
+        ]
+        table(("ID", "NAME", "STATE", "ENVIRONMENT", "AGE", "EXECS", "LABELS"), rows)
+
+    run_async(work())
+
+
+def rm(
+    sandboxes: Annotated[list[str] | None, typer.Argument(metavar="SANDBOX…", help="Ids or names.")] = None,
+    label: Labels = None,
+    all: Annotated[bool, typer.Option("--all", help="Every sandbox of yours.")] = False,
+    json: Json = False,
+) -> None:
+    """Destroy sandboxes: by id or name, all that have labels, or all."""
+    if not sandboxes and not label and not all:
+        raise typer.BadParameter("name a sandbox, or use --label or --all")
+
+    async def work() -> None:
+        async with client() as c:
+            ids = [await find_id(c, name) for name in sandboxes or []]
+            if label or all:
+                ids += [s.id for s in await c.list(labels=parse_pairs(label, "label"))]
+            for id in dict.fromkeys(ids):
+                await (await c.get(id)).destroy()
+                if not settings.json:
+                    say(f"destroyed {id}")
+            if settings.json:
+                put_json({"destroyed": list(dict.fromkeys(ids))})
+
+    run_async(work())

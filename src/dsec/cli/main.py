@@ -1,0 +1,65 @@
+"""Entry of the `dsec` command: its parts, and what becomes of errors.
+
+Exit status: the command's own for `exec` and `run` (128 + n when signal n ended it), 124 when its timeout ended it,
+125 when dsec failed, 2 for wrong usage, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Final
+
+import typer
+
+from dsec.cli import environments, files, lists, processes, service, shell, tokens
+from dsec.cli.console import fail, settings
+
+EXIT_PLATFORM: Final = 125
+EXIT_INTERRUPTED: Final = 130
+
+app = typer.Typer(
+    name="dsec",
+    help="Sandboxes for AI agents: create them, run commands in them, move files, throw them away.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: rich's takes twice the time
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def options(
+    url: Annotated[
+        str | None, typer.Option(help="The service: http(s)://… or unix:///… (default: DSEC_URL, or this machine's).")
+    ] = None,
+    token: Annotated[str | None, typer.Option(help="Default: DSEC_TOKEN.", show_default=False)] = None,
+) -> None:
+    settings.url, settings.token = url, token
+
+
+for part in (service, processes, lists, shell, files):
+    part.register(app)
+app.add_typer(environments.app, name="env")
+app.add_typer(tokens.app, name="token")
+
+
+def main() -> None:
+    """Runs the command line. Never shows a traceback for what can be said in words."""
+    from dsec.core.errors import DsecError
+
+    try:
+        app()
+    except DsecError as error:
+        fail(error)
+        raise SystemExit(EXIT_PLATFORM) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        # The reader of our output has gone (`dsec ls | head -1`): nothing to say, and nobody to say it to.
+        sys.stdout = None
+        raise SystemExit(EXIT_PLATFORM) from None
+
+
+if __name__ == "__main__":
+    main()

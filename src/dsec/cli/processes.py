@@ -1,0 +1,317 @@
+"""`dsec run`, `dsec exec`, `dsec logs`: commands in sandboxes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from dsec.cli.console import (
+    Json,
+    SandboxName,
+    age,
+    client,
+    find,
+    find_id,
+    parse_pairs,
+    put_json,
+    run_async,
+    say,
+    settings,
+    table,
+)
+from dsec.cli.options import Cpu, Disk, Env, Environment, Memory, Pids, Substrate
+
+if TYPE_CHECKING:
+    from dsec.sdk.process import AsyncProcess
+    from dsec.sdk.results import ExecResult
+    from dsec.sdk.sandbox import AsyncSandbox
+
+EXIT_TIMEOUT: Final = 124
+EXIT_PLATFORM: Final = 125
+_READ_BYTES: Final = 64 << 10
+
+# Whatever comes after the command belongs to it.
+_PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+Command = Annotated[list[str], typer.Argument(metavar="COMMAND…", help="And its arguments.", show_default=False)]
+Cwd = Annotated[str | None, typer.Option("--cwd", "-w", help="Directory to run it in.", show_default=False)]
+User = Annotated[str | None, typer.Option("--user", "-u", help="Name or number, with :group if wanted.")]
+Timeout = Annotated[float | None, typer.Option("--timeout", help="Seconds, then its processes are ended.")]
+Stdin = Annotated[bool, typer.Option("--stdin", "-i", help="Give it our standard input.")]
+Shell = Annotated[bool, typer.Option("--shell", "-c", help="COMMAND is text for a shell.")]
+Secrets = Annotated[
+    list[str] | None, typer.Option("--secret", help="As --env, but written nowhere. KEY takes it from here.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(context_settings=_PASS_ON)(run)
+    app.command(name="exec", context_settings=_PASS_ON)(exec_)
+    app.command()(logs)
+
+
+def run(
+    command: Command,
+    environment: Environment = "base",
+    backend: Substrate = "container",
+    cpu: Cpu = 1.0,
+    memory: Memory = "1GiB",
+    disk: Disk = "10GiB",
+    pids: Pids = 1024,
+    env: Env = None,
+    secrets: Secrets = None,
+    user: User = None,
+    cwd: Cwd = None,
+    timeout: Timeout = None,
+    stdin: Stdin = False,
+    shell: Shell = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Do not destroy the sandbox; say its id.")] = False,
+    json: Json = False,
+) -> None:
+    """Run a command in a sandbox of its own, and destroy that.
+
+    Example: dsec run -- python3 -c 'print(1 + 1)'
+    """
+
+    async def work() -> int:
+        async with client() as c:
+            sandbox = await c.create(
+                environment,
+                backend=backend,
+                cpu=cpu,
+                memory=memory,
+                disk=disk,
+                pids=pids,
+                user=user,
+                ttl_idle_s=3_600.0,
+            )
+            try:
+                return await _exec(
+                    sandbox,
+                    _command(command, shell),
+                    stdin=stdin,
+                    cwd=cwd,
+                    env=parse_pairs(env, "variable"),
+                    secrets=parse_pairs(secrets, "secret"),
+                    timeout_s=timeout,
+                )
+            finally:
+                if keep:
+                    say(f"kept: {sandbox.id}")
+                else:
+                    await sandbox.destroy()
+
+    raise typer.Exit(run_async(work()))
+
+
+def exec_(
+    sandbox: SandboxName,
+    command: Command,
+    env: Env = None,
+    secrets: Secrets = None,
+    user: User = None,
+    cwd: Cwd = None,
+    timeout: Timeout = None,
+    stdin: Stdin = False,
+    shell: Shell = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Start it, say the exec's id, and go.")] = False,
+    session: Annotated[str | None, typer.Option(help="In a lasting shell of this name.", show_default=False)] = None,
+    json: Json = False,
+) -> None:
+    """Run a command in a sandbox; its output is shown as it comes.
+
+    Example: dsec exec my-box -- make -j2 test
+    """
+
+    async def work() -> int:
+        async with client() as c:
+            found = await find(c, sandbox)
+            options: dict[str, Any] = {
+                "cwd": cwd,
+                "env": parse_pairs(env, "variable"),
+                "secrets": parse_pairs(secrets, "secret"),
+                "timeout_s": timeout,
+            }
+            if session is not None:
+                return await _in_session(found, session, _command(command, shell), options)
+            if detach:
+                return await _detached(found, _command(command, shell), {**options, "user": user})
+            return await _exec(found, _command(command, shell), stdin=stdin, user=user, **options)
+
+    raise typer.Exit(run_async(work()))
+
+
+def _command(words: list[str], shell: bool) -> str | list[str]:
+    return " ".join(words) if shell else words
+
+
+async def _exec(sandbox: AsyncSandbox, command: str | list[str], *, stdin: bool, **options: Any) -> int:
+    """Runs it with live output; what ends us (Ctrl-C, say) kills it."""
+    import asyncio
+
+    process = await sandbox.start(command, stdin=stdin, **options)
+    feeding = asyncio.create_task(_feed(process)) if stdin else None
+    try:
+        if not settings.json:
+            await _show(process, follow=True)
+        result = await process.wait()
+    except BaseException:
+        with contextlib.suppress(Exception):
+            await asyncio.shield(asyncio.wait_for(process.kill(), 5.0))
+        raise
+    finally:
+        if feeding is not None:
+            feeding.cancel()
+    return _told(sandbox.id, result)
+
+
+async def _detached(sandbox: AsyncSandbox, command: str | list[str], options: dict[str, Any]) -> int:
+    process = await sandbox.start(command, **options)
+    if settings.json:
+        put_json({"sandbox": sandbox.id, "exec": process.id})
+    else:
+        print(process.id)
+    return 0
+
+
+async def _in_session(sandbox: AsyncSandbox, name: str, command: str | list[str], options: dict[str, Any]) -> int:
+    def out(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def err(text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+    live: dict[str, Any] = {} if settings.json else {"on_stdout": out, "on_stderr": err}
+    text = command if isinstance(command, str) else " ".join(command)
+    return _told(sandbox.id, await sandbox.session(name).exec(text, **options, **live))
+
+
+async def _feed(process: AsyncProcess) -> None:
+    """Our standard input becomes the command's. A reader thread that waits for a terminal ends with the program."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    descriptor = sys.stdin.fileno()
+    while data := await loop.run_in_executor(_daemon(), os.read, descriptor, _READ_BYTES):
+        await process.write(data)
+    await process.close_stdin()
+
+
+def _daemon() -> Any:
+    """An executor whose thread does not keep the program alive while it waits for input."""
+    import concurrent.futures
+    import threading
+
+    class Daemon(concurrent.futures.Executor):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+            future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+            def work() -> None:
+                try:
+                    value = fn(*args, **kwargs)
+                except OSError:
+                    value = b""
+                if not future.cancelled():
+                    future.set_result(value)
+
+            threading.Thread(target=work, daemon=True).start()
+            return future
+
+    return Daemon()
+
+
+async def _show(process: AsyncProcess, *, follow: bool) -> None:
+    async with contextlib.aclosing(process.output(follow=follow)) as chunks:
+        async for chunk in chunks:
+            stream = sys.stdout.buffer if chunk.stream == "stdout" else sys.stderr.buffer
+            stream.write(chunk.data)
+            stream.flush()
+
+
+def _told(sandbox: str, result: ExecResult) -> int:
+    """Says how it ended where the exit status alone does not; gives ours."""
+    if settings.json:
+        put_json(
+            {
+                "sandbox": sandbox,
+                "exec": result.id,
+                "status": result.status,
+                "exit_code": result.exit_code,
+                "signal": result.signal,
+                "cause": result.cause,
+                "timed_out": result.timed_out,
+                "stdout": result.stdout,
+                "stderr": result.stderr,
+                "truncated": result.truncated,
+                "gaps": result.gaps,
+                "usage": {
+                    "wall_s": result.usage.wall_s,
+                    "user_s": result.usage.user_s,
+                    "system_s": result.usage.system_s,
+                    "max_rss_bytes": result.usage.max_rss_bytes,
+                },
+            }
+        )
+    elif result.cause is not None or result.status == "unknown":
+        say(f"dsec: the command {result.summary()}")
+    return exit_status(result)
+
+
+def exit_status(result: ExecResult) -> int:
+    if result.timed_out:
+        return EXIT_TIMEOUT
+    if result.status == "exited" and result.exit_code is not None:
+        return result.exit_code
+    if result.status == "signaled" and result.signal is not None:
+        return 128 + result.signal
+    return EXIT_PLATFORM
+
+
+def logs(
+    sandbox: SandboxName,
+    exec: Annotated[str | None, typer.Argument(help="Its id; without it the commands are listed.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the command's end.")] = False,
+    json: Json = False,
+) -> None:
+    """Show the output of a command that was started before, or list a sandbox's commands."""
+
+    async def work() -> None:
+        async with client() as c:
+            found = await c.get(await find_id(c, sandbox))
+            if exec is None:
+                await _list_execs(found)
+                return
+            process = await found.attach(exec)
+            if not settings.json:
+                await _show(process, follow=follow)
+                return
+            async with contextlib.aclosing(process.output(follow=follow)) as chunks:
+                async for chunk in chunks:
+                    put_json({"stream": chunk.stream, "offset": chunk.offset, "data": chunk.data, "text": chunk.text})
+
+    run_async(work())
+
+
+async def _list_execs(sandbox: AsyncSandbox) -> None:
+    import time
+
+    execs = await sandbox.execs()
+    if settings.json:
+        put_json(execs)
+        return
+    rows = [
+        (
+            e.id,
+            e.state if e.state == "running" else (e.cause or e.status or e.state),
+            "" if e.exit_code is None else str(e.exit_code),
+            age(time.time() - e.started_at),
+            e.command,
+        )
+        for e in execs
+    ]
+    table(("EXEC", "STATE", "CODE", "AGE", "COMMAND"), rows)

@@ -1,0 +1,75 @@
+"""`dsec token`: who may call over the network."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from dsec.cli.console import Json, age, client, put_json, run_async, say, settings, table
+
+app = typer.Typer(help="Tokens: who may call over the network.", no_args_is_help=True)
+
+
+@app.command()
+def create(
+    principal: Annotated[str, typer.Argument(help="Who it is for, in your words.", show_default=False)],
+    project: Annotated[str, typer.Option(help="What it reaches.")] = "/",
+    right: Annotated[list[str] | None, typer.Option(help="read, use (default) or admin.")] = None,
+    ttl: Annotated[float | None, typer.Option(help="Seconds that it lives.", show_default=False)] = None,
+    json: Json = False,
+) -> None:
+    """Make a token. It is shown this once."""
+
+    async def work() -> None:
+        async with client() as c:
+            answer = await c.tokens.create(principal, project=project, rights=right or ["use"], ttl_s=ttl)
+        if settings.json:
+            put_json(answer)
+            return
+        say(f"token {answer.info.id} for {answer.info.principal} in {answer.info.project}; shown this once")
+        print(answer.token)
+
+    run_async(work())
+
+
+@app.command(name="ls")
+def list_(json: Json = False) -> None:
+    """List the tokens, without their secrets."""
+
+    async def work() -> None:
+        async with client() as c:
+            found = await c.tokens.list()
+        if settings.json:
+            put_json(found)
+            return
+        now = time.time()
+        rows = [
+            (t.id, t.principal, t.project, ",".join(t.rights), age(now - t.created_at), _state(t, now)) for t in found
+        ]
+        table(("ID", "PRINCIPAL", "PROJECT", "RIGHTS", "AGE", "STATE"), rows)
+
+    def _state(token: object, now: float) -> str:
+        if getattr(token, "revoked_at", None) is not None:
+            return "revoked"
+        expires = getattr(token, "expires_at", None)
+        return "valid" if expires is None else ("expired" if expires < now else f"valid for {age(expires - now)}")
+
+    run_async(work())
+
+
+@app.command()
+def rm(ids: Annotated[list[str], typer.Argument(metavar="ID…")], json: Json = False) -> None:
+    """Revoke tokens, at once."""
+
+    async def work() -> None:
+        async with client() as c:
+            for id in ids:
+                await c.tokens.revoke(id)
+                if not settings.json:
+                    say(f"revoked {id}")
+        if settings.json:
+            put_json({"revoked": ids})
+
+    run_async(work())
