@@ -69,6 +69,13 @@ def encode_data(stream: int, channel: int, offset: int, sequence: int, payload: 
     return head + payload
 
 
+def encode_data_body(channel: int, offset: int, sequence: int, payload: bytes | memoryview) -> bytes:
+    """The body alone, for a Frame that is not bytes yet."""
+    if len(payload) > DATA_BYTES_MAX:
+        raise ProtocolError(f"a DATA payload of {len(payload)} bytes is over {DATA_BYTES_MAX}")
+    return _DATA.pack(channel, offset, sequence) + payload
+
+
 def decode_data(body: bytes) -> Data:
     if len(body) < _DATA.size or len(body) > _DATA.size + DATA_BYTES_MAX:
         raise ProtocolError(f"a DATA body of {len(body)} bytes")

@@ -1,0 +1,48 @@
+"""What an operator may set about a node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dsec.core import limits
+from dsec.core.errors import InvalidArgumentError
+from dsec.core.spec import Substrate
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """`state_dir` outlives a restart of the host, `run_dir` does not. Both belong to one node."""
+
+    state_dir: Path
+    run_dir: Path
+    substrates: frozenset[Substrate] = field(default_factory=lambda: frozenset({Substrate.CONTAINER}))
+    sandboxes_max: int = limits.SANDBOXES_PER_NODE_MAX
+    memory_overcommit: float = 4.0  # promised memory over the machine's: idle sandboxes use little of their limit
+    disk_free_bytes_min: int = limits.DISK_FREE_BYTES_MIN
+    records_bytes_max: int = limits.RECORDS_BYTES_MAX  # output kept of one sandbox, over all its execs
+    pause_deadline_s: float = 10.0
+    creates_at_once_max: int = 64  # beyond, they wait their turn: a burst must not starve what runs
+    adopts_at_once_max: int = 32
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.sandboxes_max <= limits.SANDBOXES_PER_NODE_MAX:
+            raise InvalidArgumentError(f"sandboxes_max must be between 1 and {limits.SANDBOXES_PER_NODE_MAX}")
+        if not 0.1 <= self.memory_overcommit <= 1_000:
+            raise InvalidArgumentError("memory_overcommit must be between 0.1 and 1000")
+        for what, number in (
+            ("disk_free_bytes_min", self.disk_free_bytes_min),
+            ("records_bytes_max", self.records_bytes_max),
+        ):
+            if number < 0:
+                raise InvalidArgumentError(f"{what} must not be negative, and is {number}")
+        if self.creates_at_once_max < 1 or self.adopts_at_once_max < 1 or self.pause_deadline_s <= 0:
+            raise InvalidArgumentError("creates_at_once_max, adopts_at_once_max and pause_deadline_s must be above 0")
+
+    @property
+    def journal_path(self) -> Path:
+        return self.state_dir / "journal.db"
+
+    @property
+    def sandboxes_dir(self) -> Path:
+        return self.state_dir / "sandboxes"

@@ -1,0 +1,262 @@
+"""Makes sandboxes: each once per idempotency key, whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from dsec.backends.base import Backend, InstanceSpec
+from dsec.core import limits
+from dsec.core.errors import (
+    CapacityError,
+    ConflictError,
+    DeadlineError,
+    DsecError,
+    IdempotencyError,
+    InvalidArgumentError,
+    LaunchError,
+    LimitError,
+    NotFoundError,
+    Outcome,
+    UnsupportedError,
+)
+from dsec.core.ids import new_sandbox_id
+from dsec.core.spec import SandboxSpec, Substrate
+from dsec.core.states import SandboxState
+from dsec.node.admission import Room, refusal
+from dsec.node.environments import Environments, Resolved
+from dsec.node.registry import Registry
+from dsec.node.rows import KeyRow, SandboxRow
+from dsec.node.supervisor import Services, Supervisor
+from dsec.observe import metrics
+from dsec.observe.logs import get_logger
+from dsec.wire.codec import pack
+from dsec.wire.node import Caller
+from dsec.wire.records import CreateRequest, Sandbox
+
+log = get_logger(__name__)
+
+# Nothing of these is a failed launch: the request, or the moment, was wrong.
+_PASSED = (InvalidArgumentError, NotFoundError, ConflictError, UnsupportedError, CapacityError)
+
+
+@dataclass(slots=True)
+class _InFlight:
+    request_hash: bytes
+    task: asyncio.Task[Sandbox]
+
+
+class Creation:
+    def __init__(
+        self,
+        services: Services,
+        registry: Registry,
+        backends: Mapping[Substrate, Backend],
+        environments: Environments,
+        room: Callable[[], Room],
+        boot_id: str,
+    ) -> None:
+        self._services = services
+        self._registry = registry
+        self._backends = backends
+        self._environments = environments
+        self._room = room
+        self._boot_id = boot_id
+        self._in_flight: dict[tuple[str, str], _InFlight] = {}
+        self._turn = asyncio.Semaphore(services.config.creates_at_once_max)
+
+    async def create(self, request: CreateRequest, caller: Caller, key: str | None) -> Sandbox:
+        """A running sandbox. Raises CapacityError, EnvironmentNotFoundError, ConflictError (name), IdempotencyError,
+        UnsupportedError; LaunchError with the step that failed, and then nothing is left and the key is free again."""
+        if key is None:
+            return await self._without_key(request, caller)
+        if not 1 <= len(key.encode("utf-8", "surrogatepass")) <= limits.IDEMPOTENCY_KEY_BYTES_MAX:
+            raise LimitError(f"an idempotency key has 1 to {limits.IDEMPOTENCY_KEY_BYTES_MAX} bytes")
+        hash = hashlib.sha256(pack(request.spec)).digest()
+        scope = (caller.project, key)
+        running = self._in_flight.get(scope)
+        if running is None:
+            known = self._known(scope, hash)
+            if known is not None:
+                return known
+            task = self._services.tasks.spawn(self._make(request, caller, key, hash), awaited=True)
+            running = self._in_flight[scope] = _InFlight(hash, task)
+            task.add_done_callback(lambda _: self._in_flight.pop(scope, None))
+        elif running.request_hash != hash:
+            raise _mismatch(key)
+        # It goes on without its caller: with the same key they get it, or learn why not.
+        return await asyncio.shield(running.task)
+
+    async def _without_key(self, request: CreateRequest, caller: Caller) -> Sandbox:
+        task = self._services.tasks.spawn(self._make(request, caller, None, b""), awaited=True)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            # Nobody could ever learn its id. The task removes what there is of it.
+            task.cancel()
+            raise
+
+    def _known(self, scope: tuple[str, str], hash: bytes) -> Sandbox | None:
+        row = self._services.journal.key(*scope)
+        if row is None or row.at < self._services.clock.wall_s() - limits.IDEMPOTENCY_TTL_S:
+            return None
+        if row.request_hash != hash:
+            raise _mismatch(scope[1])
+        live = self._registry.find(row.sandbox)
+        if live is not None:
+            return live.view()
+        buried = self._services.journal.tombstone(row.sandbox)
+        return None if buried is None else buried.sandbox
+
+    # -- one create --------------------------------------------------------------------------------
+
+    async def _make(self, request: CreateRequest, caller: Caller, key: str | None, hash: bytes) -> Sandbox:
+        clock = self._services.clock
+        started = clock.monotonic_s()
+        spec = request.spec
+        try:
+            backend = self._backend(spec)
+            sandbox = await self._reserve(spec, backend, caller, key)
+            key_row = None
+            if key is not None:
+                key_row = KeyRow(
+                    project=caller.project, key=key, request_hash=hash, sandbox=sandbox.id, at=clock.wall_s()
+                )
+            async with sandbox.creating():
+                await self._launch(sandbox, backend, key_row, started=started, timeout_s=request.timeout_s)
+        except DsecError as error:
+            step = error.step if isinstance(error, LaunchError) and error.step else ""
+            metrics.CREATE_FAILURES.labels(spec.substrate, step, error.code).inc()
+            raise
+        took_s = clock.monotonic_s() - started
+        metrics.CREATES.labels(spec.substrate).inc()
+        metrics.CREATE_SECONDS.labels(spec.substrate).observe(took_s)
+        log.info("sandbox created", sandbox=sandbox.id, substrate=str(spec.substrate), took_s=round(took_s, 6))
+        return sandbox.view()
+
+    def _backend(self, spec: SandboxSpec) -> Backend:
+        backend = self._backends.get(spec.substrate)
+        if backend is None:
+            offered = ", ".join(sorted(self._backends)) or "none"
+            raise UnsupportedError(
+                f"this node does not offer the substrate {spec.substrate}", hint=f"it offers {offered}"
+            )
+        if spec.network not in backend.capabilities.networks:
+            raise UnsupportedError(
+                f"{spec.substrate} sandboxes on this node do not have network mode {spec.network}",
+                hint=f"they have {', '.join(sorted(backend.capabilities.networks))}",
+            )
+        return backend
+
+    async def _reserve(self, spec: SandboxSpec, backend: Backend, caller: Caller, key: str | None) -> Supervisor:
+        """Admitted and in the registry, so that the next one counts it; nothing is on the host yet."""
+        services = self._services
+        now = services.clock.wall_s()
+        refused = refusal(spec, self._room())
+        if refused is not None:
+            raise refused
+        row = SandboxRow(
+            id=new_sandbox_id(services.journal.node_id),
+            project=caller.project,
+            principal=caller.principal,
+            spec=spec,
+            state=str(SandboxState.CREATING),
+            boot_id=self._boot_id,
+            created_at=now,
+            key=key,
+            ttl_running_s=spec.ttl_running_s,
+            ttl_idle_s=spec.ttl_idle_s,
+            running_until=None if spec.ttl_running_s is None else now + spec.ttl_running_s,
+        )
+        sandbox = Supervisor(row, backend=backend, services=services)
+        try:
+            self._registry.add(sandbox)
+        except ConflictError:
+            sandbox.uncount()
+            raise
+        return sandbox
+
+    async def _launch(
+        self, sandbox: Supervisor, backend: Backend, key: KeyRow | None, *, started: float, timeout_s: float
+    ) -> None:
+        step = "turn"
+
+        def left_s() -> float:
+            return max(0.0, started + timeout_s - self._services.clock.monotonic_s())
+
+        async def intend(record: bytes) -> None:
+            await sandbox.intend(record, key)
+
+        try:
+            async with asyncio.timeout(left_s()), self._turn:
+                step = "environment"
+                resolved = await self._environments.acquire(sandbox.row.spec.environment)
+                sandbox.settle(resolved)
+                step = "backend"
+                instance = await backend.create(
+                    _instance_spec(sandbox, resolved), intend=intend, deadline_s=max(left_s(), 0.001)
+                )
+                step = "hello"
+                await sandbox.begin(instance, deadline_s=left_s())
+                step = "journal"
+                await sandbox.created((self._services.clock.monotonic_s() - started) * 1000)
+        except BaseException as error:
+            # Release survives cancellation: it is a task of the node, and waited for.
+            removal = self._services.tasks.spawn(sandbox.abandon(f"{step}: {error}"), awaited=True, finishes=True)
+            clean = await _finished(removal)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise _launch_error(sandbox.id, step, error, clean=clean) from error
+
+
+async def _finished(task: asyncio.Task[bool]) -> bool:
+    """The result of a task that is waited for whatever happens to the one that waits."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    return task.result()
+
+
+def _instance_spec(sandbox: Supervisor, resolved: Resolved) -> InstanceSpec:
+    row = sandbox.row
+    return InstanceSpec(
+        id=sandbox.sandbox_id,
+        node=sandbox.node_id,
+        spec=row.spec,
+        layers=resolved.layers,
+        env={**resolved.env, **row.spec.env},
+        user=row.user,
+        workdir=row.workdir,
+    )
+
+
+def _launch_error(id: str, step: str, error: BaseException, *, clean: bool) -> DsecError:
+    """What the caller could change passes as it is; everything else is a failed launch, with the step that failed."""
+    outcome = Outcome.GONE if clean else Outcome.UNKNOWN
+    hint = None if clean else "something of it could not be removed; the node goes on trying"
+    if isinstance(error, LaunchError) and clean:
+        error.sandbox = error.sandbox or id
+        return error
+    if isinstance(error, _PASSED) and clean:
+        return error
+    if isinstance(error, TimeoutError | DeadlineError):
+        message = f"the sandbox was not ready in time; it was at step {step}"
+    elif isinstance(error, DsecError):
+        message, hint = f"the sandbox could not be launched: {error.message}", hint or error.hint
+    else:
+        message = f"the sandbox could not be launched: {type(error).__name__} at step {step}"
+    told = error.step if isinstance(error, DsecError) and error.step else step
+    return LaunchError(message, hint=hint, step=told, sandbox=id, outcome=outcome)
+
+
+def _mismatch(key: str) -> IdempotencyError:
+    return IdempotencyError(
+        f"the idempotency key {key[:80]!r} was used for a different request", hint="use a fresh key for every create"
+    )

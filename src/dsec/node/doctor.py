@@ -1,0 +1,55 @@
+"""The report behind `dsec doctor`: the machine, the environments, and each substrate's own probe."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from dsec import __version__
+from dsec.backends.base import Probe
+from dsec.core.errors import DsecError
+from dsec.core.units import format_size
+from dsec.node.fingerprint import DEGRADED, MISSING, OK, fingerprint
+from dsec.wire.records import DoctorReport, Finding
+
+if TYPE_CHECKING:
+    from dsec.node.node import Node
+
+
+async def examine(node: Node) -> DoctorReport:
+    findings = await asyncio.to_thread(fingerprint, node.config)
+    findings.append(await _environments(node))
+    substrates: dict[str, str] = {}
+    for substrate, backend in node.backends.items():
+        probe = await backend.probe()
+        substrates[str(substrate)] = "ok" if probe.usable else probe.reason or "not usable"
+        findings.extend(_of_probe(str(substrate), probe))
+    return DoctorReport(node=node.id, version=__version__, findings=findings, substrates=substrates)
+
+
+def _of_probe(substrate: str, probe: Probe) -> list[Finding]:
+    head = Finding(
+        what=f"substrate {substrate}",
+        status=OK if probe.usable else MISSING,
+        detail=probe.reason or ("usable" if probe.usable else "not usable"),
+        hint=probe.hint,
+    )
+    return [
+        head,
+        *(Finding(what=f"{substrate}: {name}", status=OK, detail=found) for name, found in probe.facts.items()),
+    ]
+
+
+async def _environments(node: Node) -> Finding:
+    try:
+        facts = await node.environments.describe()
+    except DsecError as error:
+        return Finding(what="environments", status=MISSING, detail=error.message, hint=error.hint)
+    if facts is None:
+        return Finding(what="environments", status=DEGRADED, detail="this node has no store of them")
+    detail = (
+        f"{facts.environments} with {facts.layers} layers, {format_size(facts.layer_bytes)}, kept as {facts.kind}"
+        f"{': ' + facts.reason if facts.reason else ''}"
+    )
+    status = DEGRADED if facts.reason else OK
+    return Finding(what="environments", status=status, detail=detail)

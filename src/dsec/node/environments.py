@@ -1,0 +1,91 @@
+"""What a node needs of environments, and the store of `dsec.image` behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dsec.backends.base import Layer
+from dsec.core.spec import Environment
+from dsec.image.build import build_events
+from dsec.image.environments import EnvironmentStore, StoreFacts
+from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo
+
+
+class Hold(Protocol):
+    """Keeps layers from being removed."""
+
+    def release(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What an environment stands for now. It stays so until `hold` is released."""
+
+    hold: Hold
+    layers: tuple[Layer, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    user: str | None = None
+    workdir: str | None = None
+
+
+class Environments(Protocol):
+    """Where environments come from."""
+
+    async def acquire(self, environment: Environment) -> Resolved:
+        """Raises EnvironmentNotFoundError, LimitError or StorageError."""
+        ...
+
+    async def hold(self, digests: Collection[str]) -> Hold:
+        """For sandboxes that are adopted. Raises NotFoundError when a layer is gone."""
+        ...
+
+    async def list(self) -> list[EnvironmentInfo]: ...
+
+    async def get(self, name: str) -> EnvironmentInfo: ...
+
+    async def remove(self, name: str, *, live: Collection[str]) -> None:
+        """Raises EnvironmentNotFoundError, or ConflictError while a sandbox uses it."""
+        ...
+
+    def build(self, request: BuildRequest) -> AsyncIterator[BuildEvent]:
+        """The story of a build; its last event is `done` or `error`."""
+        ...
+
+    async def describe(self) -> StoreFacts | None:
+        """For doctor; None when there is no store."""
+        ...
+
+
+class StoredEnvironments:
+    """Those of an EnvironmentStore. Resolving reads a few small files that are in memory; the rest runs in threads."""
+
+    def __init__(self, store: EnvironmentStore) -> None:
+        self._store = store
+
+    async def acquire(self, environment: Environment) -> Resolved:
+        locked, lease = self._store.acquire(environment)
+        layers = tuple(
+            Layer(x.digest, str(x.kind), str(x.meta), None if x.blob is None else str(x.blob)) for x in locked.layers
+        )
+        return Resolved(hold=lease, layers=layers, env=dict(locked.env), user=locked.user, workdir=locked.workdir)
+
+    async def hold(self, digests: Collection[str]) -> Hold:
+        return self._store.layers.lease(digests)
+
+    async def list(self) -> list[EnvironmentInfo]:
+        return await asyncio.to_thread(self._store.list)
+
+    async def get(self, name: str) -> EnvironmentInfo:
+        return await asyncio.to_thread(self._store.get, name)
+
+    async def remove(self, name: str, *, live: Collection[str]) -> None:
+        await asyncio.to_thread(lambda: self._store.remove(name, live=live))
+
+    def build(self, request: BuildRequest) -> AsyncIterator[BuildEvent]:
+        return build_events(self._store, request)
+
+    async def describe(self) -> StoreFacts | None:
+        return await asyncio.to_thread(self._store.describe)

@@ -1,0 +1,93 @@
+"""When a sandbox's time is over: time to live since start, and since it was last in use. Pure, on given clocks."""
+
+from __future__ import annotations
+
+from dsec.core.clock import Clock
+from dsec.core.states import EndCause
+
+
+class Lifetime:
+    """Monotonic inside; wall time in and out, for callers and the journal. Stands still while paused (ruling 18)."""
+
+    __slots__ = (
+        "_activities",
+        "_clock",
+        "_idle_since",
+        "_idle_since_wall",
+        "_paused_at",
+        "_running_until",
+        "ttl_idle_s",
+    )
+
+    def __init__(self, clock: Clock, *, running_left_s: float | None, ttl_idle_s: float | None) -> None:
+        self._clock = clock
+        now = clock.monotonic_s()
+        self.ttl_idle_s = ttl_idle_s
+        self._running_until = None if running_left_s is None else now + running_left_s
+        self._activities = 0
+        self._idle_since = now
+        self._idle_since_wall = clock.wall_s()
+        self._paused_at: float | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._activities > 0
+
+    @property
+    def idle_since_wall(self) -> float | None:
+        return None if self.busy else self._idle_since_wall
+
+    def begin(self) -> None:
+        """An exec, session input, connection or operation of a caller begins."""
+        self._activities += 1
+
+    def finish(self) -> bool:
+        """It is over. True when the sandbox is idle now."""
+        self._activities -= 1
+        if self._activities == 0:
+            self.touch()
+        return self._activities == 0
+
+    def touch(self) -> None:
+        self._idle_since = self._clock.monotonic_s()
+        self._idle_since_wall = self._clock.wall_s()
+
+    def set(self, *, running_left_s: float | None, ttl_idle_s: float | None) -> None:
+        now = self._clock.monotonic_s() if self._paused_at is None else self._paused_at
+        self._running_until = None if running_left_s is None else now + running_left_s
+        self.ttl_idle_s = ttl_idle_s
+        self.touch()
+
+    def pause(self) -> None:
+        if self._paused_at is None:
+            self._paused_at = self._clock.monotonic_s()
+
+    def resume(self) -> float:
+        """Returns how long it was paused."""
+        if self._paused_at is None:
+            return 0.0
+        paused_s = self._clock.monotonic_s() - self._paused_at
+        self._paused_at = None
+        self._idle_since += paused_s
+        if self._running_until is not None:
+            self._running_until += paused_s
+        return paused_s
+
+    @property
+    def running_left_s(self) -> float | None:
+        """Without a time to live: None."""
+        if self._running_until is None:
+            return None
+        now = self._clock.monotonic_s() if self._paused_at is None else self._paused_at
+        return max(0.0, self._running_until - now)
+
+    def next_deadline(self) -> tuple[float, EndCause] | None:
+        """The moment (monotonic) at which it is over unless something happens before; None: never, as things are."""
+        if self._paused_at is not None:
+            return None
+        moments: list[tuple[float, EndCause]] = []
+        if self._running_until is not None:
+            moments.append((self._running_until, EndCause.TTL_RUNNING))
+        if self.ttl_idle_s is not None and not self.busy:
+            moments.append((self._idle_since + self.ttl_idle_s, EndCause.TTL_IDLE))
+        return min(moments, key=lambda moment: moment[0]) if moments else None

@@ -1,0 +1,242 @@
+"""One node: built from its parts, started, asked, closed."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Final
+
+from dsec.backends.base import Backend
+from dsec.core.clock import Clock, SystemClock
+from dsec.core.errors import DsecError, HostError, NodeRetiredError, SandboxNotFoundError, StorageError
+from dsec.core.ids import NodeId, node_of, parse_sandbox_id
+from dsec.core.spec import Substrate
+from dsec.core.states import EndCause
+from dsec.node.admission import Room
+from dsec.node.adoption import Adoption
+from dsec.node.config import NodeConfig
+from dsec.node.creation import Creation
+from dsec.node.environments import Environments
+from dsec.node.host import boot_id, memory_total_bytes
+from dsec.node.journal import Journal
+from dsec.node.reaper import Reaper
+from dsec.node.registry import Registry
+from dsec.node.supervisor import Services, Supervisor, gone_error
+from dsec.node.tasks import Tasks
+from dsec.observe.logs import get_logger
+from dsec.storage.space import free_bytes
+
+log = get_logger(__name__)
+
+_PRUNE_EVERY_S: Final = 600.0
+_SAMPLE_EVERY_S: Final = 30.0
+_RECORD_RESERVE: Final = 4  # output is recorded down to this fraction of the room that creates must leave
+
+MakeBackends = Callable[[NodeId], Mapping[Substrate, Backend]]
+
+
+class Node:
+    """The sandboxes of one machine.
+
+        node = Node(config, make_backends=make, environments=StoredEnvironments(store))
+        await node.start()          # takes over what an earlier process has left
+        service = Service(node)     # what API and tests talk to
+        await node.close()          # sandboxes that can run on do
+
+    Everything belongs to the event loop of `start`. One process at a time has a state directory.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        *,
+        make_backends: MakeBackends,
+        environments: Environments,
+        clock: Clock | None = None,
+        boot_id: str | None = None,
+    ) -> None:
+        self.config = config
+        self.environments = environments
+        self.clock: Clock = clock or SystemClock()
+        self.registry = Registry()
+        self.started_at = 0.0
+        self._make_backends = make_backends
+        self._boot_id = boot_id
+        self._tasks = Tasks("the node")
+        self._lock: int | None = None
+        self._closed = False
+        self.backends: Mapping[Substrate, Backend] = {}
+        self.journal: Journal
+        self.creation: Creation
+        self._services: Services
+        self._reaper: Reaper
+
+    @property
+    def id(self) -> NodeId:
+        return self.journal.node_id
+
+    # -- life --------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Raises HostError (another process has the state directory, or a newer version wrote it) or StorageError."""
+        config = self.config
+        try:
+            config.sandboxes_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise StorageError(f"cannot make {error.filename}: {error.strerror}") from error
+        self._take_lock()
+        try:
+            self.journal = await Journal.open(config.journal_path)
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> None:
+        boot = self._boot_id or boot_id()
+        self._reaper = Reaper(self.clock, self._expire)
+        self._services = Services(
+            config=self.config,
+            journal=self.journal,
+            clock=self.clock,
+            tasks=self._tasks,
+            schedule=self._reaper.schedule,
+            on_end=self._ended,
+            has_room=self._has_room_for_records,
+        )
+        self.backends = self._make_backends(self.journal.node_id)
+        self.creation = Creation(self._services, self.registry, self.backends, self.environments, self.room, boot)
+        await Adoption(self._services, self.registry, self.backends, self.environments, boot).run()
+        await self._remove_strays()
+        await self.journal.prune(self.clock.wall_s())
+        self._reaper.start(self._tasks)
+        self._tasks.spawn(self._housekeep())
+        self.started_at = self.clock.wall_s()
+
+    async def close(self) -> None:
+        """Idempotent. Sandboxes that survive their node run on; the others are destroyed."""
+        if self._closed:
+            return
+        self._closed = True
+        if hasattr(self, "_services"):
+            await self._leave_sandboxes()
+        await self._tasks.close()
+        for backend in self.backends.values():
+            with suppress(DsecError):
+                await backend.close()
+        if hasattr(self, "journal"):
+            await self.journal.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    async def _leave_sandboxes(self) -> None:
+        for sandbox in self.registry:
+            if not sandbox.backend.capabilities.survives_node:
+                with suppress(DsecError):
+                    await sandbox.destroy(EndCause.DESTROYED, "the node stops")
+        self._services.closing = True
+        # Creates under way are cancelled, and clean up after themselves, while the journal still writes.
+        await self._tasks.settle()
+        for sandbox in self.registry:
+            await sandbox.leave()
+
+    def _take_lock(self) -> None:
+        path = self.config.state_dir / "node.lock"
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            raise HostError(
+                f"another node process has {self.config.state_dir}", hint="stop it first: dsec down"
+            ) from error
+        self._lock = lock
+
+    async def _remove_strays(self) -> None:
+        """Directories of sandboxes that nobody knows any more."""
+
+        def remove() -> None:
+            for path in self.config.sandboxes_dir.iterdir():
+                if self.registry.find(path.name) is None:
+                    shutil.rmtree(path, ignore_errors=True)
+
+        await asyncio.to_thread(remove)
+
+    # -- for the service ---------------------------------------------------------------------------
+
+    def find(self, id: str, *, project: str | None) -> Supervisor:
+        """A sandbox that has not ended. `project` None: of any. Raises SandboxNotFoundError for other projects' ones,
+        GoneError with the tombstone, NodeRetiredError for an id of a node that this one is not."""
+        parsed = parse_sandbox_id(id)
+        found = self.registry.find(id)
+        if found is not None:
+            if not reaches(project, found.row.project):
+                raise _not_found(id)
+            if found.ended:
+                raise found.gone()
+            return found
+        buried = self.journal.tombstone(id)
+        if buried is not None and reaches(project, buried.sandbox.project):
+            raise gone_error(buried.sandbox)
+        if node_of(parsed) != self.id:
+            raise NodeRetiredError(f"the node of {id} has left, and its sandboxes with it", sandbox=id)
+        raise _not_found(id)
+
+    def room(self) -> Room:
+        config = self.config
+        return Room(
+            sandboxes=len(self.registry),
+            sandboxes_max=config.sandboxes_max,
+            memory_promised_bytes=self.registry.memory_promised_bytes,
+            memory_total_bytes=memory_total_bytes(),
+            memory_overcommit=config.memory_overcommit,
+            disk_free_bytes=free_bytes(config.state_dir),
+            disk_free_bytes_min=config.disk_free_bytes_min,
+            closing=self._closed,
+        )
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _has_room_for_records(self) -> bool:
+        return free_bytes(self.config.state_dir) >= self.config.disk_free_bytes_min // _RECORD_RESERVE
+
+    def _expire(self, id: str) -> None:
+        sandbox = self.registry.find(id)
+        if sandbox is not None:
+            self._tasks.spawn(_expire(sandbox))
+
+    def _ended(self, sandbox: Supervisor) -> None:
+        self._reaper.cancel(sandbox.id)
+        self.registry.remove(sandbox)
+
+    async def _housekeep(self) -> None:
+        pruned_at = self.clock.monotonic_s()
+        while True:
+            await asyncio.sleep(_SAMPLE_EVERY_S)
+            for sandbox in self.registry:
+                await sandbox.sample()
+            if self.clock.monotonic_s() - pruned_at >= _PRUNE_EVERY_S:
+                pruned_at = self.clock.monotonic_s()
+                with suppress(StorageError):
+                    await self.journal.prune(self.clock.wall_s())
+
+
+def reaches(project: str | None, owner: str) -> bool:
+    """Whether a caller of `project` reaches what belongs to `owner`: its own, and those of its sub-projects."""
+    return project is None or owner == project or owner.startswith(project.rstrip("/") + "/")
+
+
+def _not_found(id: str) -> SandboxNotFoundError:
+    return SandboxNotFoundError(f"no sandbox {id}", sandbox=id)
+
+
+async def _expire(sandbox: Supervisor) -> None:
+    # What could not be removed is tried again by the supervisor.
+    with suppress(DsecError):
+        await sandbox.expire()

@@ -1,0 +1,90 @@
+"""The sandboxes of this node in memory: by id, by name within a project, in order of creation."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from dsec.core.errors import ConflictError, InvalidArgumentError
+from dsec.core.ids import parse_sandbox_id
+from dsec.node.supervisor import Supervisor
+
+
+class Place(NamedTuple):
+    """A sandbox's place in listings: it never changes, so a cursor stays good whatever comes and goes."""
+
+    created_at: float
+    id: str
+
+
+BEGINNING = Place(0.0, "")
+
+
+class Registry:
+    def __init__(self) -> None:
+        self._by_id: dict[str, Supervisor] = {}
+        self._by_name: dict[tuple[str, str], str] = {}
+        self._order: list[Place] = []
+        self.memory_promised_bytes = 0
+
+    def add(self, sandbox: Supervisor) -> None:
+        """Raises ConflictError when its name is in use in its project."""
+        name = self._name(sandbox)
+        if name is not None:
+            holder = self._by_name.get(name)
+            if holder is not None:
+                raise ConflictError(
+                    f"the name {name[1]!r} is in use", hint="names are unique within a project", sandbox=holder
+                )
+            self._by_name[name] = sandbox.id
+        self._by_id[sandbox.id] = sandbox
+        insort(self._order, _place(sandbox))
+        self.memory_promised_bytes += sandbox.row.spec.memory_bytes
+
+    def remove(self, sandbox: Supervisor) -> None:
+        if self._by_id.pop(sandbox.id, None) is None:
+            return
+        name = self._name(sandbox)
+        if name is not None and self._by_name.get(name) == sandbox.id:
+            del self._by_name[name]
+        del self._order[bisect_right(self._order, _place(sandbox)) - 1]
+        self.memory_promised_bytes -= sandbox.row.spec.memory_bytes
+
+    def find(self, id: str) -> Supervisor | None:
+        return self._by_id.get(id)
+
+    def after(self, place: Place) -> Iterator[tuple[Place, Supervisor]]:
+        """In order of creation, strictly after `place`. Ends early when the registry changes meanwhile; ask again."""
+        for found in self._order[bisect_right(self._order, place) :]:
+            sandbox = self._by_id.get(found.id)
+            if sandbox is not None:
+                yield found, sandbox
+
+    def __iter__(self) -> Iterator[Supervisor]:
+        return iter(list(self._by_id.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def _name(self, sandbox: Supervisor) -> tuple[str, str] | None:
+        name = sandbox.row.spec.name
+        return None if name is None else (sandbox.row.project, name)
+
+
+def encode_cursor(place: Place) -> str:
+    return f"{place.created_at!r}:{place.id}"
+
+
+def decode_cursor(text: str) -> Place:
+    """Raises InvalidArgumentError."""
+    moment, _, id = text[:128].partition(":")
+    try:
+        created_at = float(moment)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{text[:80]!r} is not a cursor of a listing") from error
+    return Place(created_at, parse_sandbox_id(id))
+
+
+def _place(sandbox: Supervisor) -> Place:
+    return Place(sandbox.row.created_at, sandbox.id)

@@ -1,0 +1,42 @@
+"""Who may call what. A caller who may not see a sandbox is told that there is none (ruling 2)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dsec.core.clock import Clock
+from dsec.core.errors import AuthError, ForbiddenError
+from dsec.wire.node import Caller, Method, Right
+
+_READ: Final = (
+    Method.GET,
+    Method.LIST,
+    Method.METRICS,
+    Method.EXEC_GET,
+    Method.EXEC_LIST,
+    Method.EXEC_OUTPUT,
+    Method.ENVIRONMENT_LIST,
+    Method.ENVIRONMENT_GET,
+)
+_ADMIN: Final = (Method.ENVIRONMENT_REMOVE, Method.ENVIRONMENT_BUILD, Method.DOCTOR)
+
+REQUIRED: Final[dict[Method, Right | None]] = {
+    **dict.fromkeys(Method, Right.USE),
+    **dict.fromkeys(_READ, Right.READ),
+    **dict.fromkeys(_ADMIN, Right.ADMIN),
+    Method.HEALTH: None,
+}
+
+
+def check_rights(caller: Caller, method: Method, clock: Clock) -> None:
+    """Raises AuthError when the caller's credentials are over, ForbiddenError when they do not suffice."""
+    if caller.expires_at is not None and clock.wall_s() >= caller.expires_at:
+        raise AuthError("the credentials have expired", hint="get a fresh token")
+    need = REQUIRED[method]
+    if need is not None and need not in caller.rights and Right.ADMIN not in caller.rights:
+        raise ForbiddenError(f"{method} needs the right to {need}", hint="ask for a token with that right")
+
+
+def project_seen(caller: Caller) -> str | None:
+    """Below which path a caller sees sandboxes; None: all of them."""
+    return None if Right.ADMIN in caller.rights else caller.project

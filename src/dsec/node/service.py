@@ -1,0 +1,354 @@
+"""What a node offers (`wire.node.NodeService`): bytes in, rights checked, the right part called, bytes out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from dsec import __version__
+from dsec.core import limits
+from dsec.core.errors import (
+    DeadlineError,
+    DsecError,
+    GoneError,
+    InvalidArgumentError,
+    LimitError,
+    Outcome,
+    UnsupportedError,
+)
+from dsec.core.ids import parse_exec_id, parse_name
+from dsec.core.states import EndCause
+from dsec.node import streams
+from dsec.node.doctor import examine
+from dsec.node.execs import NodeExec
+from dsec.node.files import call_agent, decode_args, session_info, session_open
+from dsec.node.listing import list_sandboxes
+from dsec.node.node import Node
+from dsec.node.rights import check_rights, project_seen
+from dsec.node.supervisor import Supervisor
+from dsec.observe.context import ids
+from dsec.observe.logs import get_logger
+from dsec.wire import node as wire
+from dsec.wire import records
+from dsec.wire.codec import pack, unpack
+from dsec.wire.environments import BuildRequest, EnvironmentPage, EnvironmentRef
+from dsec.wire.node import Caller, Done, Method, Stream
+
+log = get_logger(__name__)
+
+_CALL_TIMEOUT_S_MAX: Final = limits.CREATE_TIMEOUT_S_MAX
+_Unary = Callable[[Any, Caller, str | None], Awaitable[Any]]
+_Streaming = Callable[[Any, Caller, Stream], Awaitable[None]]
+
+
+class Service:
+    """Stateless: everything is in the node. Raises DsecErrors only; what is not one is logged and told as `internal`
+    by the transport."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._unary: dict[Method, tuple[Any, _Unary]] = {
+            Method.CREATE: (records.CreateRequest, self._create),
+            Method.GET: (records.SandboxRef, self._get),
+            Method.LIST: (records.ListQuery, self._list),
+            Method.DESTROY: (records.SandboxRef, self._destroy),
+            Method.SET_TTL: (wire.SetTtl, self._set_ttl),
+            Method.PAUSE: (records.SandboxRef, self._pause),
+            Method.RESUME: (records.SandboxRef, self._resume),
+            Method.METRICS: (records.SandboxRef, self._metrics),
+            Method.EXEC_START: (wire.ExecStart, self._exec_start),
+            Method.EXEC_GET: (records.ExecQuery, self._exec_get),
+            Method.EXEC_LIST: (records.SandboxRef, self._exec_list),
+            Method.EXEC_STDIN: (wire.StdinWrite, self._exec_stdin),
+            Method.EXEC_SIGNAL: (wire.ExecSignal, self._exec_signal),
+            Method.EXEC_KILL: (records.ExecQuery, self._exec_kill),
+            Method.EXEC_RESIZE: (wire.ExecResize, self._exec_resize),
+            Method.SESSION_OPEN: (wire.SessionStart, self._session_open),
+            Method.SESSION_LIST: (records.SandboxRef, self._session_list),
+            Method.SESSION_CLOSE: (wire.SessionStop, self._session_close),
+            Method.ENVIRONMENT_LIST: (wire.Nothing, self._environment_list),
+            Method.ENVIRONMENT_GET: (EnvironmentRef, self._environment_get),
+            Method.ENVIRONMENT_REMOVE: (EnvironmentRef, self._environment_remove),
+            Method.DOCTOR: (wire.Nothing, self._doctor),
+            Method.HEALTH: (wire.Nothing, self._health),
+            **{method: (wire.FileCall, self._file_call(method)) for method in _FILE_CALLS},
+        }
+        self._streaming: dict[Method, tuple[Any, _Streaming]] = {
+            Method.EXEC_OUTPUT: (wire.OutputQuery, self._exec_output),
+            Method.EXEC_ATTACH: (wire.OutputQuery, self._exec_attach),
+            Method.FILE_READ: (wire.FileCall, self._file_read),
+            Method.FILE_WRITE: (wire.FileCall, self._file_write),
+            Method.FILE_ARCHIVE: (wire.FileCall, self._file_archive),
+            Method.FILE_EXTRACT: (wire.FileCall, self._file_extract),
+            Method.FILE_WATCH: (wire.FileCall, self._file_watch),
+            Method.CONNECT: (wire.FileCall, self._connect),
+            Method.ENVIRONMENT_BUILD: (BuildRequest, self._environment_build),
+        }
+
+    async def call(self, method: Method, body: bytes, *, caller: Caller, key: str | None, timeout_s: float) -> bytes:
+        """Raises the errors of `core.errors`; DeadlineError when `timeout_s` is over (what was begun may go on)."""
+        found = self._unary.get(method)
+        if found is None:
+            raise UnsupportedError(f"{method} is not a call")
+        check_rights(caller, method, self._node.clock)
+        request = unpack(body, found[0])
+        try:
+            async with asyncio.timeout(min(timeout_s, _CALL_TIMEOUT_S_MAX)):
+                return pack(await found[1](request, caller, key))
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{method} was not done within {timeout_s:g} s",
+                outcome=Outcome.UNKNOWN,
+                hint="ask again, or wait longer",
+            ) from error
+        except DsecError:
+            raise
+        except Exception:
+            log.error("a call failed in a way that it should not", method=str(method), exc_info=True)
+            raise
+
+    async def serve_stream(self, method: Method, body: bytes, stream: Stream, *, caller: Caller) -> None:
+        found = self._streaming.get(method)
+        if found is None:
+            raise UnsupportedError(f"{method} is not a stream")
+        check_rights(caller, method, self._node.clock)
+        request = unpack(body, found[0])
+        try:
+            await found[1](request, caller, stream)
+        except DsecError:
+            raise
+        except Exception:
+            log.error("a stream failed in a way that it should not", method=str(method), exc_info=True)
+            raise
+
+    def _sandbox(self, id: str, caller: Caller) -> Supervisor:
+        return self._node.find(id, project=project_seen(caller))
+
+    # -- sandboxes ---------------------------------------------------------------------------------
+
+    async def _create(self, request: records.CreateRequest, caller: Caller, key: str | None) -> records.Sandbox:
+        with ids(principal=caller.principal):
+            return await self._node.creation.create(request, caller, key)
+
+    async def _get(self, request: records.SandboxRef, caller: Caller, _: str | None) -> records.Sandbox:
+        return self._view(request.id, caller)
+
+    def _view(self, id: str, caller: Caller) -> records.Sandbox:
+        """Of an ended one too, while its tombstone is kept."""
+        try:
+            return self._sandbox(id, caller).view()
+        except GoneError:
+            buried = self._node.journal.tombstone(id)
+            if buried is None:
+                raise
+            return buried.sandbox
+
+    async def _list(self, request: records.ListQuery, caller: Caller, _: str | None) -> records.SandboxPage:
+        return list_sandboxes(self._node.registry, self._node.journal, request, project=project_seen(caller))
+
+    async def _destroy(self, request: records.SandboxRef, caller: Caller, _: str | None) -> records.Sandbox:
+        try:
+            sandbox = self._sandbox(request.id, caller)
+        except GoneError:
+            return self._view(request.id, caller)
+        return await sandbox.destroy(EndCause.DESTROYED)
+
+    async def _set_ttl(self, request: wire.SetTtl, caller: Caller, _: str | None) -> records.Sandbox:
+        sandbox = self._sandbox(request.sandbox, caller)
+        await sandbox.set_ttl(request.ttl)
+        return sandbox.view()
+
+    async def _pause(self, request: records.SandboxRef, caller: Caller, _: str | None) -> records.Sandbox:
+        sandbox = self._sandbox(request.id, caller)
+        await sandbox.pause()
+        return sandbox.view()
+
+    async def _resume(self, request: records.SandboxRef, caller: Caller, _: str | None) -> records.Sandbox:
+        sandbox = self._sandbox(request.id, caller)
+        await sandbox.resume()
+        return sandbox.view()
+
+    async def _metrics(self, request: records.SandboxRef, caller: Caller, _: str | None) -> records.Metrics:
+        return await self._sandbox(request.id, caller).measure()
+
+    # -- execs -------------------------------------------------------------------------------------
+
+    async def _exec_start(self, request: wire.ExecStart, caller: Caller, _: str | None) -> records.ExecAnswer:
+        sandbox = self._sandbox(request.sandbox, caller)
+        exec, existing = await sandbox.start_exec(request.exec)
+        wait_s = request.exec.wait_s
+        await _wait_for_end(exec, wait_s)
+        return exec.answer(sandbox.id, with_output=wait_s is not None, existing=existing)
+
+    async def _exec_get(self, request: records.ExecQuery, caller: Caller, _: str | None) -> records.ExecInfo:
+        sandbox, exec = self._exec(request.sandbox, request.exec, caller)
+        await _wait_for_end(exec, request.wait_s)
+        return exec.info(sandbox.id)
+
+    async def _exec_list(self, request: records.SandboxRef, caller: Caller, _: str | None) -> records.ExecPage:
+        sandbox = self._sandbox(request.id, caller)
+        return records.ExecPage([exec.info(sandbox.id) for exec in sandbox.execs])
+
+    async def _exec_stdin(self, request: wire.StdinWrite, caller: Caller, _: str | None) -> records.StdinAnswer:
+        sandbox, exec = self._exec(request.sandbox, request.exec, caller)
+        if request.offset is not None and request.offset < 0:
+            raise InvalidArgumentError("offset must not be negative")
+        return records.StdinAnswer(
+            await sandbox.write_stdin(exec.id, request.data, offset=request.offset, eof=request.eof)
+        )
+
+    async def _exec_signal(self, request: wire.ExecSignal, caller: Caller, _: str | None) -> records.ExecInfo:
+        sandbox, exec = self._exec(request.sandbox, request.exec, caller)
+        if exec.live:
+            async with sandbox.operating() as client:
+                await client.signal(exec.id, request.signal.signal, tree=request.signal.tree)
+        return exec.info(sandbox.id)
+
+    async def _exec_kill(self, request: records.ExecQuery, caller: Caller, _: str | None) -> records.ExecInfo:
+        sandbox, exec = self._exec(request.sandbox, request.exec, caller)
+        if exec.live:
+            async with sandbox.operating() as client:
+                await client.kill(exec.id)
+        await _wait_for_end(exec, request.wait_s)
+        return exec.info(sandbox.id)
+
+    async def _exec_resize(self, request: wire.ExecResize, caller: Caller, _: str | None) -> records.ExecInfo:
+        sandbox, exec = self._exec(request.sandbox, request.exec, caller)
+        if not exec.start.tty:
+            raise InvalidArgumentError("the exec has no terminal", sandbox=sandbox.id, exec=exec.id)
+        if exec.live:
+            async with sandbox.operating() as client:
+                await client.resize(exec.id, cols=request.size.cols, rows=request.size.rows)
+        return exec.info(sandbox.id)
+
+    def _exec(self, sandbox: str, exec: str, caller: Caller) -> tuple[Supervisor, NodeExec]:
+        found = self._sandbox(sandbox, caller)
+        return found, found.execs.get(parse_exec_id(exec))
+
+    async def _exec_output(self, request: wire.OutputQuery, caller: Caller, stream: Stream) -> None:
+        sandbox, _ = self._exec(request.sandbox, request.exec, caller)
+        await streams.send_output(sandbox, _checked(request), stream)
+
+    async def _exec_attach(self, request: wire.OutputQuery, caller: Caller, stream: Stream) -> None:
+        sandbox, _ = self._exec(request.sandbox, request.exec, caller)
+        await streams.attach(sandbox, _checked(request), stream)
+
+    # -- sessions ----------------------------------------------------------------------------------
+
+    async def _session_open(self, request: wire.SessionStart, caller: Caller, _: str | None) -> records.SessionInfo:
+        async with self._sandbox(request.sandbox, caller).operating() as client:
+            return session_info(await client.session_open(session_open(request.session)))
+
+    async def _session_list(self, request: records.SandboxRef, caller: Caller, _: str | None) -> records.SessionPage:
+        async with self._sandbox(request.id, caller).operating() as client:
+            return records.SessionPage([session_info(state) for state in await client.sessions()])
+
+    async def _session_close(self, request: wire.SessionStop, caller: Caller, _: str | None) -> Done:
+        name = parse_name(request.name, "session name")
+        async with self._sandbox(request.sandbox, caller).operating() as client:
+            await client.session_close(name)
+        return Done()
+
+    # -- files and connections ---------------------------------------------------------------------
+
+    def _file_call(self, method: Method) -> _Unary:
+        async def call(request: wire.FileCall, caller: Caller, _: str | None) -> Any:
+            sandbox = self._sandbox(request.sandbox, caller)
+            args = decode_args(method, request)
+            async with sandbox.operating() as client:
+                return await call_agent(client, method, args)
+
+        return call
+
+    async def _file_read(self, request: wire.FileCall, caller: Caller, stream: Stream) -> None:
+        sandbox = self._sandbox(request.sandbox, caller)
+        args = decode_args(Method.FILE_READ, request)
+        async with sandbox.operating(short=False) as client:
+            await streams.send_download(await client.read(args), stream, offset=args.offset)
+
+    async def _file_archive(self, request: wire.FileCall, caller: Caller, stream: Stream) -> None:
+        sandbox = self._sandbox(request.sandbox, caller)
+        args = decode_args(Method.FILE_ARCHIVE, request)
+        async with sandbox.operating(short=False) as client:
+            await streams.send_download(await client.archive(args), stream, offset=0)
+
+    async def _file_write(self, request: wire.FileCall, caller: Caller, stream: Stream) -> None:
+        sandbox = self._sandbox(request.sandbox, caller)
+        args = decode_args(Method.FILE_WRITE, request)
+        async with sandbox.operating(short=False) as client:
+            await streams.take_upload(await client.open_write(args), stream)
+
+    async def _file_extract(self, request: wire.FileCall, caller: Caller, stream: Stream) -> None:
+        sandbox = self._sandbox(request.sandbox, caller)
+        args = decode_args(Method.FILE_EXTRACT, request)
+        async with sandbox.operating(short=False) as client:
+            await streams.take_upload(await client.open_extract(args), stream)
+
+    async def _file_watch(self, request: wire.FileCall, caller: Caller, stream: Stream) -> None:
+        sandbox = self._sandbox(request.sandbox, caller)
+        args = decode_args(Method.FILE_WATCH, request)
+        async with sandbox.operating(short=False) as client:
+            await streams.send_changes(await client.watch(args), stream)
+
+    async def _connect(self, request: wire.FileCall, caller: Caller, stream: Stream) -> None:
+        sandbox = self._sandbox(request.sandbox, caller)
+        args = decode_args(Method.CONNECT, request)
+        async with sandbox.operating(short=False) as client:
+            await streams.relay(await client.open_connection(args), stream)
+
+    # -- environments and the node -----------------------------------------------------------------
+
+    async def _environment_list(self, request: wire.Nothing, caller: Caller, _: str | None) -> EnvironmentPage:
+        return EnvironmentPage(await self._node.environments.list())
+
+    async def _environment_get(self, request: EnvironmentRef, caller: Caller, _: str | None) -> Any:
+        return await self._node.environments.get(request.name)
+
+    async def _environment_remove(self, request: EnvironmentRef, caller: Caller, _: str | None) -> Done:
+        live = {digest for sandbox in self._node.registry for digest in sandbox.row.layers}
+        await self._node.environments.remove(request.name, live=live)
+        return Done()
+
+    async def _environment_build(self, request: BuildRequest, caller: Caller, stream: Stream) -> None:
+        await streams.send_build(self._node.environments.build(request), stream)
+
+    async def _doctor(self, request: wire.Nothing, caller: Caller, _: str | None) -> records.DoctorReport:
+        return await examine(self._node)
+
+    async def _health(self, request: wire.Nothing, caller: Caller, _: str | None) -> records.Health:
+        return records.Health(
+            version=__version__,
+            node=self._node.id,
+            started_at=self._node.started_at,
+            sandboxes=len(self._node.registry),
+            pid=os.getpid(),
+        )
+
+
+_FILE_CALLS: Final = (
+    Method.FILE_STAT,
+    Method.FILE_LIST,
+    Method.FILE_MKDIR,
+    Method.FILE_MOVE,
+    Method.FILE_REMOVE,
+    Method.FILE_CHMOD,
+    Method.FILE_CHOWN,
+    Method.FILE_SYMLINK,
+)
+
+
+async def _wait_for_end(exec: NodeExec, wait_s: float | None) -> None:
+    if not wait_s or not exec.live:
+        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(min(wait_s, limits.WAIT_S_MAX)):
+            await exec.ended()
+
+
+def _checked(query: wire.OutputQuery) -> wire.OutputQuery:
+    if query.out < 0 or query.err < 0:
+        raise LimitError("offsets must not be negative")
+    return query

@@ -1,0 +1,743 @@
+"""One sandbox: the only place where its state changes. Everybody else asks, and is served one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from dsec.agent.client import AgentClient
+from dsec.backends.base import Backend, Instance, InstanceUsage
+from dsec.core import limits
+from dsec.core.clock import Clock
+from dsec.core.errors import (
+    ConflictError,
+    DsecError,
+    GoneError,
+    Outcome,
+    SandboxError,
+    SandboxFaultError,
+    SandboxStateError,
+    StorageError,
+    UnavailableError,
+    UnsupportedError,
+)
+from dsec.core.ids import NodeId, SandboxId
+from dsec.core.states import ENDED, EndCause, SandboxState, may_move
+from dsec.node.accounting import UsageMeter
+from dsec.node.config import NodeConfig
+from dsec.node.environments import Hold, Resolved
+from dsec.node.execs import NodeExec, agent_exec, describe_command, request_hash, takes_stdin
+from dsec.node.exectable import ExecTable
+from dsec.node.journal import Journal
+from dsec.node.lifetime import Lifetime
+from dsec.node.link import AgentLink
+from dsec.node.rows import ExecStartEntry, KeyRow, SandboxRow, Tombstone
+from dsec.node.runner import ExecRunner, feed_stdin, write_stdin
+from dsec.node.tasks import Tasks
+from dsec.observe import metrics
+from dsec.observe.logs import get_logger
+from dsec.wire import agent, records
+from dsec.wire.agent import ExecEnd, ExecStatus
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+_DRAIN_S: Final = 2.0  # operations under way are let finish before a freeze
+_FAILURES: Final = frozenset(EndCause) - {EndCause.DESTROYED, EndCause.TTL_RUNNING, EndCause.TTL_IDLE}
+
+
+@dataclass(slots=True)
+class Services:
+    """What all supervisors of a node share."""
+
+    config: NodeConfig
+    journal: Journal
+    clock: Clock
+    tasks: Tasks  # of the node: they outlive a sandbox
+    schedule: Callable[[str, float], None]  # wake the reaper for a sandbox
+    on_end: Callable[[Supervisor], None]
+    has_room: Callable[[], bool]
+    closing: bool = field(default=False)
+
+
+class Supervisor:
+    def __init__(self, row: SandboxRow, *, backend: Backend, services: Services, hold: Hold | None = None) -> None:
+        self.row = row
+        self.backend = backend
+        self.hold = hold
+        self.tombstone: Tombstone | None = None
+        self.instance: Instance | None = None
+        self._services = services
+        self._link: AgentLink | None = None
+        self._lock = asyncio.Lock()
+        self._tasks = Tasks(f"sandbox {row.id}")
+        self._short = 0  # operations under way that a pause lets finish
+        self._quiet = asyncio.Event()
+        self._retry_s = 0.5
+        self._retrying = False
+        clock = services.clock
+        self.meter = UsageMeter(clock.monotonic_s(), memory_gib_s=row.memory_gib_s)
+        self.lifetime = Lifetime(clock, running_left_s=_running_left(row, clock), ttl_idle_s=row.ttl_idle_s)
+        if row.paused_at is not None:
+            self.lifetime.pause()
+        metrics.SANDBOXES.labels(row.spec.substrate, row.state).inc()
+        self.execs = ExecTable(
+            row.id,
+            services.config.sandboxes_dir / row.id,
+            records_bytes_max=services.config.records_bytes_max,
+            has_room=services.has_room,
+        )
+        self._runner = ExecRunner(
+            table=self.execs, link=self._open_link, clock=clock, oom_kills=self._oom_kills, on_end=self._exec_ended
+        )
+
+    @property
+    def id(self) -> str:
+        return self.row.id
+
+    @property
+    def sandbox_id(self) -> SandboxId:
+        return SandboxId(self.row.id)
+
+    @property
+    def node_id(self) -> NodeId:
+        return self._services.journal.node_id
+
+    @property
+    def state(self) -> SandboxState:
+        return SandboxState(self.row.state)
+
+    @property
+    def ended(self) -> bool:
+        return self.tombstone is not None
+
+    # -- starting ----------------------------------------------------------------------------------
+
+    async def begin(self, instance: Instance, *, deadline_s: float) -> None:
+        """The first hello of a fresh instance. Raises what the channel raises; the caller removes everything then."""
+        self.instance = instance
+        self._make_link(instance)
+        await self._open_link().open(timeout_s=deadline_s)
+        self._watch(instance)
+
+    async def take_over(self, instance: Instance) -> None:
+        """An adopted instance: its execs are followed again from where their records end."""
+        self.instance = instance
+        self.execs.load()
+        for exec in self.execs:
+            if exec.live:
+                self.lifetime.begin()
+        self._make_link(instance)
+        self._watch(instance)
+        if self.state is SandboxState.PAUSED:
+            self._open_link().suspend()
+            return
+        if self.state is not SandboxState.RUNNING:
+            # It was being frozen or thawed: running is where both can be told apart from nothing.
+            await instance.resume()
+            self._note_resumed()
+        await self._open_link().open()
+        await self.move(SandboxState.RUNNING, journal=True, force=True)
+
+    @asynccontextmanager
+    async def creating(self) -> AsyncIterator[None]:
+        """Whoever asks for anything meanwhile waits, and sees the sandbox running or gone."""
+        async with self._lock:
+            yield
+
+    def settle(self, resolved: Resolved) -> None:
+        """What its environment stands for now; held from here on."""
+        spec = self.row.spec
+        self.hold = resolved.hold
+        self.row = msgspec.structs.replace(
+            self.row,
+            layers=tuple(layer.digest for layer in resolved.layers),
+            user=spec.user if spec.user is not None else resolved.user,
+            workdir=spec.workdir if spec.workdir is not None else resolved.workdir,
+        )
+
+    async def created(self, create_ms: float) -> None:
+        await self.move(SandboxState.RUNNING, journal=True, create_ms=create_ms)
+        self.lifetime.touch()
+        self.arm()
+
+    async def intend(self, record: bytes, key: KeyRow | None) -> None:
+        """Durable before the backend touches the host."""
+        self.row = msgspec.structs.replace(self.row, record=record)
+        await self._services.journal.intend(self.row, key)
+
+    async def abandon(self, detail: str) -> bool:
+        """A create that failed: whatever there is of it is removed, and nothing says that it was. False when something
+        could not be removed; the node goes on trying then."""
+        self.row = msgspec.structs.replace(self.row, end_cause=str(EndCause.LAUNCH_FAILED), end_detail=detail[:500])
+        await self._stop_following()
+        try:
+            await self._remove()
+            await self._services.journal.forget(self.id, project=self.row.project, key=self.row.key)
+        except Exception as error:
+            log.error("a failed create left something", sandbox=self.id, exc_info=error)
+            await self.move(SandboxState.DESTROYING, journal=False)
+            self._retry_later()
+            return False
+        self.uncount()
+        self.row = msgspec.structs.replace(self.row, state=str(SandboxState.FAILED))
+        if self.hold is not None:
+            self.hold.release()
+            self.hold = None
+        self._services.on_end(self)
+        return True
+
+    def _make_link(self, instance: Instance) -> None:
+        self._link = AgentLink(
+            instance, boot_id=self.row.agent_boot_id, on_hello=self._on_hello, on_fault=self._on_link_fault
+        )
+
+    def _open_link(self) -> AgentLink:
+        if self._link is None:
+            raise SandboxStateError(f"the sandbox is {self.row.state}", sandbox=self.id)
+        return self._link
+
+    def _watch(self, instance: Instance) -> None:
+        self._tasks.spawn(self._watch_exit(instance))
+
+    async def _watch_exit(self, instance: Instance) -> None:
+        ended = await instance.wait()
+        if self.state in (SandboxState.CREATING, SandboxState.DESTROYING) or self.ended or self._services.closing:
+            return  # a create notices by itself
+        cause = ended.cause if ended.cause in _FAILURES else EndCause.SANDBOX_FAULT
+        self.fail(cause, ended.detail or "the agent ended")
+
+    def _on_link_fault(self, failure: SandboxFaultError) -> None:
+        self.fail(EndCause.SANDBOX_FAULT, failure.message)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    async def move(self, state: SandboxState, *, journal: bool, force: bool = False, **changes: Any) -> None:
+        """`force`: after a restart the recorded state may be any."""
+        if state is not self.state and not force and not may_move(self.state, state):
+            raise SandboxStateError(f"the sandbox is {self.row.state} and cannot become {state}", sandbox=self.id)
+        metrics.SANDBOXES.labels(self.row.spec.substrate, self.row.state).dec()
+        metrics.SANDBOXES.labels(self.row.spec.substrate, state).inc()
+        self.row = msgspec.structs.replace(self.row, state=str(state), **changes)
+        if journal:
+            await self._services.journal.put(self.row)
+
+    def view(self) -> records.Sandbox:
+        """As its owner sees it."""
+        if self.tombstone is not None:
+            return self.tombstone.sandbox
+        row, spec = self.row, self.row.spec
+        now = self._services.clock.wall_s()
+        frozen_s = row.frozen_s + (now - row.paused_at if row.paused_at is not None else 0.0)
+        return records.Sandbox(
+            id=row.id,
+            state=row.state,
+            node=self._services.journal.node_id,
+            substrate=str(spec.substrate),
+            environment="+".join(spec.environment.names()),
+            project=row.project,
+            created_at=row.created_at,
+            cpu=spec.cpu,
+            memory_bytes=spec.memory_bytes,
+            disk_bytes=spec.disk_bytes,
+            pids_max=spec.pids_max,
+            network=str(spec.network),
+            name=spec.name,
+            labels=spec.labels,
+            user=row.user,
+            workdir=row.workdir,
+            ttl_running_s=row.ttl_running_s,
+            ttl_idle_s=row.ttl_idle_s,
+            idle_since=self.lifetime.idle_since_wall,
+            incarnation=row.incarnation,
+            execs_live=self.execs.live_count,
+            cause=row.end_cause,
+            cause_detail=row.end_detail,
+            create_ms=row.create_ms,
+            usage=self.meter.record(lived_s=now - row.created_at, frozen_s=frozen_s),
+        )
+
+    def gone(self) -> GoneError:
+        view = self.view()
+        return gone_error(view)
+
+    # -- being used --------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def operating(self, *, short: bool = True) -> AsyncIterator[AgentClient]:
+        """The agent, for an operation of a caller: resumes the sandbox first, and keeps it from counting as idle.
+
+        `short`: a pause waits for it. Raises GoneError when the sandbox has ended.
+        """
+        self.lifetime.begin()
+        self._short += short
+        try:
+            # While it waits to be resumed it must not hold up the pause that it waits for.
+            if self.state is not SandboxState.RUNNING:
+                self._leave_short(short)
+                short = False
+                await self.ensure_running()
+            yield await self._client()
+        except DsecError as error:
+            error.sandbox = error.sandbox or self.id
+            if isinstance(error, UnavailableError) and self.state in (SandboxState.DESTROYING, *ENDED):
+                raise self.gone() from error
+            raise
+        finally:
+            self._leave_short(short)
+            self._activity_over()
+
+    def _leave_short(self, short: bool) -> None:
+        self._short -= short
+        if self._short == 0:
+            self._quiet.set()
+
+    async def _client(self) -> AgentClient:
+        try:
+            return await self._open_link().client()
+        except (GoneError, SandboxStateError):
+            raise
+        except DsecError:
+            if self.state in (SandboxState.DESTROYING, *ENDED):
+                raise self.gone() from None
+            raise
+
+    async def ensure_running(self) -> None:
+        while self.state is not SandboxState.RUNNING:
+            if self.state in (SandboxState.DESTROYING, *ENDED):
+                raise self.gone()
+            if self.state in (SandboxState.PAUSED, SandboxState.PAUSING):
+                await self.resume()
+            else:
+                async with self._lock:  # somebody is creating or resuming it
+                    pass
+                if self.state is SandboxState.CREATING:
+                    raise SandboxStateError("the sandbox is still being created", sandbox=self.id)
+
+    def _activity_over(self) -> None:
+        if self.lifetime.finish():
+            self.arm()
+
+    def arm(self) -> None:
+        """Tell the reaper when to look next."""
+        due = self.lifetime.next_deadline()
+        if due is not None and not self.ended:
+            self._services.schedule(self.id, due[0])
+
+    # -- execs -------------------------------------------------------------------------------------
+
+    async def start_exec(self, request: records.ExecRequest) -> tuple[NodeExec, bool]:
+        """The exec, started; and whether it was known already. Raises ConflictError for another request of that id."""
+        hash = request_hash(request)
+        found = self.execs.find(request.id)
+        if found is not None:
+            if found.start.request_hash != hash:
+                raise ConflictError(
+                    f"exec {request.id} was a different request",
+                    hint="choose a fresh id for every command",
+                    sandbox=self.id,
+                    exec=request.id,
+                )
+            if request.stdin_data is not None and found.live and not found.stdin_closed:
+                self._spawn_feeder(found, request.stdin_data)
+            await asyncio.shield(found.started)
+            return found, True
+        async with self.operating():
+            if self.execs.find(request.id) is not None:  # while it was being resumed
+                return await self.start_exec(request)
+            exec = self._begin_exec(request, hash)
+            await asyncio.shield(exec.started)
+            return exec, False
+
+    def _begin_exec(self, request: records.ExecRequest, hash: bytes) -> NodeExec:
+        exec = self.execs.begin(
+            ExecStartEntry(
+                id=request.id,
+                command=describe_command(request),
+                request_hash=hash,
+                started_at=self._services.clock.wall_s(),
+                session=request.session,
+                tty=request.tty is not None,
+                one_channel=request.tty is not None or request.merge_stderr,
+                stdin=takes_stdin(request),
+                record_bytes_max=request.record_bytes_max,
+            )
+        )
+        exec.oom_kills_before = self.meter.oom_kills
+        metrics.EXECS.labels(self.row.spec.substrate).inc()
+        self.lifetime.begin()
+        self._run_exec(exec, agent_exec(request))
+        if request.stdin_data is not None:
+            self._spawn_feeder(exec, request.stdin_data)
+        return exec
+
+    def _run_exec(self, exec: NodeExec, request: agent.Exec | None) -> None:
+        exec.followed = True
+        self._tasks.spawn(self._runner.run(exec, request))
+
+    def _spawn_feeder(self, exec: NodeExec, data: bytes) -> None:
+        self._tasks.spawn(feed_stdin(exec, data))
+
+    def _exec_ended(self, exec: NodeExec) -> None:
+        self._activity_over()
+
+    async def _oom_kills(self) -> int | None:
+        await self.sample()
+        return self.meter.oom_kills
+
+    def _on_hello(self, client: AgentClient) -> None:
+        """Runs before anybody gets the new channel: what the agent knows against what we know."""
+        self.row = msgspec.structs.replace(self.row, agent_boot_id=client.hello.boot_id)
+        known = {state.id: state for state in client.hello.execs}
+        for exec in self.execs:
+            state = known.pop(exec.id, None)
+            if exec.live and not exec.followed:
+                self._follow(exec, state is not None)
+            elif not exec.live and state is not None:
+                self._tasks.spawn(_acknowledge(client, exec.id))
+        for state in known.values():
+            # Its record was dropped here, and the acknowledgement of that was lost.
+            if state.end is not None:
+                self._tasks.spawn(_acknowledge(client, state.id))
+
+    def _follow(self, exec: NodeExec, known: bool) -> None:
+        if known:
+            self._run_exec(exec, None)
+            return
+        self.execs.finish(exec, ExecEnd(status=ExecStatus.UNKNOWN, cause="node_lost"), self._services.clock.wall_s())
+        self._activity_over()
+
+    async def write_stdin(self, id: str, data: bytes, *, offset: int | None, eof: bool) -> int:
+        """Input for an exec; returns how much it has had in all. Resumes a paused sandbox (ruling 19)."""
+        exec = self.execs.get(id)
+        async with self.operating(short=False):
+            return await write_stdin(exec, data, offset=offset, eof=eof)
+
+    # -- pause and resume --------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Raises UnsupportedError, FreezeTimeoutError (it runs on), GoneError. Paused already is success."""
+        if not self.backend.capabilities.pause:
+            raise UnsupportedError(
+                f"{self.row.spec.substrate} sandboxes on this node cannot be paused", sandbox=self.id
+            )
+        await self._serially(self._pause)
+
+    async def resume(self) -> None:
+        await self._serially(self._resume)
+
+    async def _pause(self) -> None:
+        self._check_alive()
+        if self.state is SandboxState.PAUSED:
+            return
+        instance = self._running_instance()
+        await self.move(SandboxState.PAUSING, journal=True)
+        link = self._open_link()
+        try:
+            await self._drain()
+            link.suspend()
+            with suppress(DsecError):
+                await (await link.client()).freeze_prepare()
+            await instance.pause(deadline_s=self._services.config.pause_deadline_s)
+        except BaseException:
+            link.resume()
+            await self._move_back(SandboxState.RUNNING)
+            raise
+        left = self.lifetime.running_left_s
+        self.lifetime.pause()
+        await self.move(
+            SandboxState.PAUSED,
+            journal=True,
+            paused_at=self._services.clock.wall_s(),
+            running_until=None,
+            running_left_s=left,
+        )
+
+    async def _drain(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                while self._short:
+                    self._quiet.clear()
+                    await self._quiet.wait()
+
+    async def _resume(self) -> None:
+        self._check_alive()
+        if self.state is SandboxState.RUNNING:
+            return
+        if self.state is not SandboxState.PAUSED or self.instance is None:
+            raise SandboxStateError(f"the sandbox is {self.row.state} and cannot be resumed", sandbox=self.id)
+        await self.move(SandboxState.RESUMING, journal=True)
+        try:
+            await self.instance.resume()
+        except BaseException:
+            await self._move_back(SandboxState.PAUSED)
+            raise
+        paused_s = self._note_resumed()
+        link = self._open_link()
+        link.resume()
+        if not link.is_open and link.never_opened:
+            await link.open()
+        with suppress(DsecError):
+            await (await link.client()).clock(paused_s=paused_s, wall_s=self._services.clock.wall_s())
+        await self.move(SandboxState.RUNNING, journal=True)
+        self.arm()
+
+    def _note_resumed(self) -> float:
+        """Both clocks go on; the row holds it until it is journalled with the next move."""
+        now = self._services.clock.wall_s()
+        self.lifetime.resume()
+        paused_s = max(0.0, now - self.row.paused_at) if self.row.paused_at is not None else 0.0
+        left = self.lifetime.running_left_s
+        self.row = msgspec.structs.replace(
+            self.row,
+            paused_at=None,
+            frozen_s=self.row.frozen_s + paused_s,
+            running_until=None if left is None else now + left,
+            running_left_s=None,
+        )
+        return paused_s
+
+    async def _move_back(self, state: SandboxState) -> None:
+        if not self.ended and self.state is not SandboxState.DESTROYING:
+            await self.move(state, journal=True)
+
+    def _running_instance(self) -> Instance:
+        if self.state is not SandboxState.RUNNING or self.instance is None:
+            raise SandboxStateError(f"the sandbox is {self.row.state}", sandbox=self.id)
+        return self.instance
+
+    def _check_alive(self) -> None:
+        if self.state in (SandboxState.DESTROYING, *ENDED):
+            raise self.gone()
+
+    async def _serially(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """One at a time, and to its end: whoever asked may go away in the middle."""
+
+        async def run() -> T:
+            async with self._lock:
+                return await action()
+
+        return await asyncio.shield(self._services.tasks.spawn(run(), awaited=True, finishes=True))
+
+    # -- time to live ------------------------------------------------------------------------------
+
+    async def set_ttl(self, request: records.TtlRequest) -> None:
+        async def act() -> None:
+            self._check_alive()
+            self.lifetime.set(running_left_s=request.ttl_running_s, ttl_idle_s=request.ttl_idle_s)
+            paused = self.row.paused_at is not None
+            until = None if request.ttl_running_s is None else self._services.clock.wall_s() + request.ttl_running_s
+            await self.move(
+                self.state,
+                journal=True,
+                ttl_running_s=request.ttl_running_s,
+                ttl_idle_s=request.ttl_idle_s,
+                running_until=None if paused else until,
+                running_left_s=request.ttl_running_s if paused else None,
+            )
+            self.arm()
+
+        await self._serially(act)
+
+    async def expire(self) -> None:
+        """Ends it if its time is over; otherwise sees to being asked again."""
+        due = self.lifetime.next_deadline()
+        if due is None or self.ended or self.state is SandboxState.DESTROYING:
+            return
+        if due[0] > self._services.clock.monotonic_s():
+            self.arm()
+            return
+        if due[1] is EndCause.TTL_IDLE and self.row.spec.keepalive and await self._has_background():
+            self.lifetime.touch()
+            self.arm()
+            return
+        metrics.REAPS.labels(str(due[1])).inc()
+        await self.destroy(due[1])
+
+    async def _has_background(self) -> bool:
+        """Processes that no exec waits for: the agent and the shells of sessions do not count."""
+        try:
+            usage = await (await self._client()).usage()
+        except DsecError:
+            return False
+        return usage.processes > usage.sessions + 1
+
+    # -- usage -------------------------------------------------------------------------------------
+
+    async def sample(self) -> None:
+        if self.instance is not None:
+            with suppress(DsecError):
+                self.meter.sample(await self.instance.usage(), self._services.clock.monotonic_s())
+
+    async def measure(self) -> records.Metrics:
+        """As it is now. Neither resumes it nor counts as use."""
+        usage = InstanceUsage()
+        if self.instance is not None and self.state not in ENDED:
+            usage = await self.instance.usage()
+            self.meter.sample(usage, self._services.clock.monotonic_s())
+        spec, limited = self.row.spec, self.backend.capabilities
+        recorded, dropped = self.execs.output_bytes()
+        return records.Metrics(
+            at=self._services.clock.wall_s(),
+            cpu_s=usage.cpu_s,
+            memory_bytes=usage.memory_bytes,
+            memory_peak_bytes=usage.memory_peak_bytes,
+            memory_limit_bytes=spec.memory_bytes if limited.memory_limit else None,
+            oom_kills=usage.oom_kills,
+            pids=usage.pids,
+            pids_limit=spec.pids_max if limited.pids_limit else None,
+            disk_used_bytes=usage.disk_used_bytes,
+            disk_limit_bytes=spec.disk_bytes if limited.disk_limit else None,
+            cpu_pressure_s=usage.cpu_pressure_s,
+            memory_pressure_s=usage.memory_pressure_s,
+            execs_live=self.execs.live_count,
+            output_recorded_bytes=recorded,
+            output_dropped_bytes=dropped,
+        )
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def fail(self, cause: EndCause, detail: str) -> None:
+        """It has ended by a fault: what is left of it is removed, and its tombstone says why."""
+        if self.ended or self.state is SandboxState.DESTROYING or self._services.closing:
+            return
+        log.warning("a sandbox has failed", sandbox=self.id, cause=str(cause), detail=detail)
+        self._services.tasks.spawn(self._fail(cause, detail))
+
+    async def _fail(self, cause: EndCause, detail: str) -> None:
+        with suppress(DsecError):
+            await self.destroy(cause, detail)
+
+    async def destroy(self, cause: EndCause, detail: str | None = None) -> records.Sandbox:
+        """Ended already is success. Raises SandboxError when something could not be removed: it is tried again."""
+
+        async def act() -> records.Sandbox:
+            return await self._end(cause, detail)
+
+        return await self._serially(act)
+
+    async def _end(self, cause: EndCause, detail: str | None) -> records.Sandbox:
+        if self.tombstone is not None:
+            return self.tombstone.sandbox
+        if self.state is not SandboxState.DESTROYING:
+            await self.sample()
+            # A full disk must not keep anybody from making room: an unwritten intent only means that a restarted node
+            # finds the sandbox as it was, or half removed, and removes it then.
+            with suppress(StorageError):
+                await self.move(
+                    SandboxState.DESTROYING,
+                    journal=True,
+                    end_cause=str(cause),
+                    end_detail=None if detail is None else detail[:500],
+                    memory_gib_s=self.meter.memory_gib_s,
+                )
+        await self._stop_following()
+        try:
+            await self._remove()
+            return await self._bury()
+        except Exception as error:
+            self._retry_later()
+            raise SandboxError(
+                "the sandbox could not be removed whole; the node goes on trying",
+                sandbox=self.id,
+                outcome=Outcome.UNKNOWN,
+            ) from error
+
+    async def _stop_following(self) -> None:
+        if self._link is not None:
+            await self._link.close(self.gone())
+        await self._tasks.close()
+        lost = self.row.end_cause in {str(c) for c in _FAILURES}
+        end = ExecEnd(status=ExecStatus.UNKNOWN, cause="agent_lost" if lost else "killed")
+        for exec in self.execs:
+            if exec.live:
+                self.execs.finish(exec, end, self._services.clock.wall_s())
+                self._exec_ended(exec)
+
+    async def _remove(self) -> None:
+        if self.instance is not None:
+            await self.instance.destroy()
+        elif self.row.record:
+            await self.backend.discard(SandboxId(self.id), self.row.record)
+        await self.execs.remove()
+
+    async def _bury(self) -> records.Sandbox:
+        cause = EndCause(self.row.end_cause or EndCause.DESTROYED)
+        state = SandboxState.FAILED if cause in _FAILURES else SandboxState.GONE
+        view = msgspec.structs.replace(
+            self.view(), state=str(state), ended_at=self._services.clock.wall_s(), idle_since=None, execs_live=0
+        )
+        tombstone = Tombstone(sandbox=view)
+        await self._services.journal.bury(tombstone)
+        self.tombstone = tombstone
+        self.uncount()
+        metrics.ENDS.labels(self.row.spec.substrate, str(cause)).inc()
+        self.row = msgspec.structs.replace(self.row, state=str(state))
+        if self.hold is not None:
+            self.hold.release()
+            self.hold = None
+        self._services.on_end(self)
+        log.info("sandbox ended", sandbox=self.id, cause=str(cause))
+        return view
+
+    def uncount(self) -> None:
+        metrics.SANDBOXES.labels(self.row.spec.substrate, self.row.state).dec()
+
+    def _retry_later(self) -> None:
+        if self._retrying or self._services.closing:
+            return
+        self._retrying = True
+        self._services.tasks.spawn(self._retry())
+
+    async def _retry(self) -> None:
+        """Removes what is left, with growing back-off, until nothing is."""
+        try:
+            while not self.ended and not self._services.closing:
+                await asyncio.sleep(self._retry_s)
+                self._retry_s = min(self._retry_s * 2, limits.DESTROY_RETRY_S_MAX)
+                with suppress(SandboxError):
+                    await self.destroy(EndCause.DESTROYED)
+        finally:
+            self._retrying = False
+
+    async def leave(self) -> None:
+        """The node stops and the sandbox runs on: nothing of it is touched."""
+        await self.sample()
+        self.row = msgspec.structs.replace(self.row, memory_gib_s=self.meter.memory_gib_s)
+        if not self.ended:
+            with suppress(DsecError):
+                await self._services.journal.put(self.row)
+        if self._link is not None:
+            await self._link.close(SandboxError("the node stops", sandbox=self.id))
+        await self._tasks.close()
+        for exec in self.execs:
+            if exec.live:
+                exec.record.sync()
+        self.execs.close()
+        if self.hold is not None:
+            self.hold.release()
+            self.hold = None
+
+
+def gone_error(view: records.Sandbox) -> GoneError:
+    """Its tombstone, as an error: what any use of an ended sandbox gets."""
+    ended = view.state if view.state in ENDED else "ending"
+    why = f": {view.cause}" if view.cause else ""
+    return GoneError(f"the sandbox is {ended}{why}", sandbox=view.id, detail=msgspec.to_builtins(view))
+
+
+async def _acknowledge(client: AgentClient, id: str) -> None:
+    with suppress(DsecError):
+        await client.exit_ack(id)
+
+
+def _running_left(row: SandboxRow, clock: Clock) -> float | None:
+    if row.running_left_s is not None:
+        return row.running_left_s
+    return None if row.running_until is None else max(0.0, row.running_until - clock.wall_s())

@@ -1,0 +1,217 @@
+"""A node on the fake backend, as tests want it: no images, no machine, no root."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from dsec.backends.fake.backend import FakeBackend
+from dsec.backends.fake.host import FakeHost
+from dsec.core.clock import Clock
+from dsec.core.errors import EnvironmentNotFoundError, UnavailableError
+from dsec.core.spec import Environment, SandboxSpec, Substrate
+from dsec.image.environments import StoreFacts
+from dsec.node.config import NodeConfig
+from dsec.node.environments import Hold, Resolved
+from dsec.node.node import Node
+from dsec.node.service import Service
+from dsec.wire.codec import pack, unpack
+from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo
+from dsec.wire.frames import Frame
+from dsec.wire.node import Caller, Method, Right
+
+T = TypeVar("T")
+
+FAKE_SPEC = SandboxSpec(environment=Environment(base="base"), substrate=Substrate.FAKE, memory_bytes=64 << 20)
+EVERYTHING = frozenset({Right.READ, Right.USE})
+
+
+def caller_of(project: str = "/test", *, rights: frozenset[str] = EVERYTHING) -> Caller:
+    return Caller(principal=f"someone of {project}", project=project, rights=rights)
+
+
+class NoHold:
+    def release(self) -> None:
+        """There is nothing to hold."""
+
+
+class FakeEnvironments:
+    """Environments of no layers, by the names given; a name that is not there is not found."""
+
+    def __init__(self, names: Collection[str] = ("base",)) -> None:
+        self._infos = {
+            name: EnvironmentInfo(name=name, layers=(), size_bytes=0, created_at=0.0, source="fake") for name in names
+        }
+
+    async def acquire(self, environment: Environment) -> Resolved:
+        for name in environment.names():
+            await self.get(name)
+        return Resolved(hold=NoHold())
+
+    async def hold(self, digests: Collection[str]) -> Hold:
+        return NoHold()
+
+    async def list(self) -> list[EnvironmentInfo]:
+        return list(self._infos.values())
+
+    async def get(self, name: str) -> EnvironmentInfo:
+        if name not in self._infos:
+            raise EnvironmentNotFoundError(f"no environment {name!r} on this node")
+        return self._infos[name]
+
+    async def remove(self, name: str, *, live: Collection[str]) -> None:
+        await self.get(name)
+        del self._infos[name]
+
+    async def build(self, request: BuildRequest) -> AsyncIterator[BuildEvent]:
+        info = EnvironmentInfo(name=request.name, layers=(), size_bytes=0, created_at=0.0, source="fake")
+        yield BuildEvent(kind="progress", stage="publish", message="nothing to do")
+        self._infos[request.name] = info
+        yield BuildEvent(kind="done", environment=info)
+
+    async def describe(self) -> StoreFacts | None:
+        return None
+
+
+def fake_config(state: Path, **changes: Any) -> NodeConfig:
+    settings: dict[str, Any] = {
+        "state_dir": state / "state",
+        "run_dir": state / "run",
+        "substrates": frozenset({Substrate.FAKE}),
+        "disk_free_bytes_min": 0,
+        **changes,
+    }
+    return NodeConfig(**settings)
+
+
+def make_fake_node(
+    state: Path,
+    *,
+    host: FakeHost | None = None,
+    clock: Clock | None = None,
+    environments: FakeEnvironments | None = None,
+    boot_id: str = "boot",
+    **changes: Any,
+) -> Node:
+    """Not started. Another one with the same `state` and `host` is the node after a restart."""
+    backend = FakeBackend(host)
+    return Node(
+        fake_config(state, **changes),
+        make_backends=lambda _: {Substrate.FAKE: backend},
+        environments=environments or FakeEnvironments(),
+        clock=clock,
+        boot_id=boot_id,
+    )
+
+
+@asynccontextmanager
+async def fake_node(state: Path, **settings: Any) -> AsyncIterator[NodeClient]:
+    """A started node, and a client of its service."""
+    node = make_fake_node(state, **settings)
+    await node.start()
+    try:
+        yield NodeClient(node)
+    finally:
+        await node.close()
+
+
+class NodeClient:
+    """Records in, records out, over the service's bytes: what an API does, for one caller."""
+
+    def __init__(self, node: Node, caller: Caller | None = None) -> None:
+        self.node = node
+        self.service = Service(node)
+        self.caller = caller or caller_of()
+
+    def of(self, caller: Caller) -> NodeClient:
+        """The same node, asked by somebody else."""
+        return NodeClient(self.node, caller)
+
+    async def call(
+        self, method: Method, request: Any, answer: type[T], *, key: str | None = None, timeout_s: float = 30.0
+    ) -> T:
+        body = await self.service.call(method, pack(request), caller=self.caller, key=key, timeout_s=timeout_s)
+        return unpack(body, answer)
+
+    @asynccontextmanager
+    async def stream(self, method: Method, request: Any) -> AsyncIterator[StreamEnd]:
+        """The caller's end of a stream; leaving the block closes it and waits for the node's side."""
+        ours, theirs = stream_pair()
+
+        async def serve() -> None:
+            error: BaseException | None = None
+            try:
+                await self.service.serve_stream(method, pack(request), theirs, caller=self.caller)
+            except Exception as failed:
+                error = failed
+            await theirs.close(error)
+
+        task = asyncio.create_task(serve())
+        try:
+            yield ours
+        finally:
+            await ours.close()
+            await task
+
+
+class StreamEnd:
+    """One end of an in-memory stream; `send` waits while the other side is `_BEHIND_MAX` frames behind."""
+
+    _BEHIND_MAX = 8
+
+    def __init__(self) -> None:
+        self._incoming: asyncio.Queue[Frame | BaseException | None] = asyncio.Queue()
+        self._room = asyncio.Semaphore(self._BEHIND_MAX)
+        self._closed = asyncio.Event()
+        self.peer: StreamEnd = self
+
+    async def send(self, frame: Frame) -> None:
+        taking = asyncio.create_task(self.peer._room.acquire())
+        gone = asyncio.create_task(self.peer._closed.wait())
+        try:
+            await asyncio.wait({taking, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if self.peer._closed.is_set() or self._closed.is_set():
+                raise UnavailableError("the other side has closed")
+        finally:
+            taking.cancel()
+            gone.cancel()
+        self.peer._incoming.put_nowait(frame)
+
+    async def recv(self) -> Frame | None:
+        got = await self._incoming.get()
+        if isinstance(got, Frame):
+            self._room.release()
+            return got
+        self._incoming.put_nowait(got)  # it stays closed
+        if got is not None:
+            raise got
+        return None
+
+    async def close(self, error: BaseException | None = None) -> None:
+        if not self._closed.is_set():
+            self._closed.set()
+            self.peer._incoming.put_nowait(error)
+
+    async def all(self) -> list[Frame]:
+        """Every frame up to the other side's close. Raises the error with which it closed."""
+        frames: list[Frame] = []
+        while (frame := await self.recv()) is not None:
+            frames.append(frame)
+        return frames
+
+
+def stream_pair() -> tuple[StreamEnd, StreamEnd]:
+    one, other = StreamEnd(), StreamEnd()
+    one.peer, other.peer = other, one
+    return one, other
+
+
+def fake_instance(node: Node, id: str) -> Any:
+    """The fake's own sandbox behind an id: to crash it, or to look inside."""
+    found = node.registry.find(id)
+    assert found is not None
+    assert found.instance is not None
+    return cast(Any, found.instance).sandbox
