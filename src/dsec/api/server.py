@@ -120,11 +120,16 @@ class HttpServer:
             if isinstance(connection, Connection):
                 connection.shutdown()
 
+    async def settle(self, *, grace_s: float) -> None:
+        """Returns when no request is under way any more, or after `grace_s`."""
+        if self.state.tasks:
+            await asyncio.wait(set(self.state.tasks), timeout=grace_s)
+
     async def close(self, *, grace_s: float) -> None:
         """Gives requests under way `grace_s`, then ends them. Afterwards nothing of the server is left."""
         await self.stop_accepting()
-        if self.state.tasks and grace_s > 0:
-            await asyncio.wait(set(self.state.tasks), timeout=grace_s)
+        if grace_s > 0:
+            await self.settle(grace_s=grace_s)
         for connection in list(self.state.connections):
             connection.shutdown()
         left = [task for task in self.state.tasks if not task.done()]

@@ -58,5 +58,18 @@ def from_json(data: bytes | str, kind: type[T]) -> T:
         raise InvalidArgumentError(f"the body is not a {_name(kind)}: {error}") from error
 
 
+def from_toml(data: str | dict[str, Any], kind: type[T]) -> T:
+    """A configuration, as text or as the tables of it. Raises InvalidArgumentError."""
+    import tomllib  # `import dsec` comes by here, and needs no configuration
+
+    try:
+        tables = tomllib.loads(data) if isinstance(data, str) else data
+        return msgspec.convert(tables, kind)
+    except DsecError:
+        raise
+    except (msgspec.MsgspecError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InvalidArgumentError(f"the configuration is wrong: {error}") from error
+
+
 def _name(kind: Any) -> str:
     return getattr(kind, "__name__", str(kind))

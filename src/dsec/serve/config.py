@@ -1,0 +1,210 @@
+"""What an operator may set, from a file, the environment and flags, read once; later ones win."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dsec.api.server import TcpAddress, check_socket_path
+from dsec.backends.container.config import ContainerConfig
+from dsec.core import limits
+from dsec.core.errors import InvalidArgumentError
+from dsec.core.spec import Substrate
+from dsec.core.units import parse_size
+from dsec.node.config import NodeConfig
+from dsec.observe.logs import LEVELS
+from dsec.wire.api import DEFAULT_SOCKET_NAME, RUN_DIR_ROOT, STATE_DIR_ROOT
+from dsec.wire.codec import from_toml
+
+CONFIG_FILE: Final = Path("/etc/dsec/dsec.toml")
+
+# Of one setting each. Everything else is set in the file.
+_VARIABLES: Final = {
+    "DSEC_RUN_DIR": "run_dir",
+    "DSEC_STATE_DIR": "state_dir",
+    "DSEC_LISTEN": "api.listen",
+    "DSEC_SUBSTRATES": "node.substrates",
+    "DSEC_LOG_LEVEL": "log.level",
+}
+_LISTEN: Final = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[A-Za-z0-9.-]+)):(?P<port>[0-9]{1,5})\Z")
+
+
+class ApiConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The local socket is always there; `listen` adds TCP ("127.0.0.1:8080"), where every request needs a token."""
+
+    listen: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    insecure: bool = False  # listen beyond loopback without TLS
+    grace_s: float = 5.0  # for requests under way when the service stops
+
+    def __post_init__(self) -> None:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise InvalidArgumentError("tls_certificate and tls_key belong together")
+        if not 0 <= self.grace_s <= 3_600:
+            raise InvalidArgumentError("grace_s must be between 0 and 3600")
+        self.address()
+
+    def address(self) -> TcpAddress | None:
+        if self.listen is None:
+            return None
+        found = _LISTEN.match(self.listen)
+        if not found or int(found["port"]) > 65_535:
+            raise InvalidArgumentError(
+                f"{self.listen[:80]!r} is not an address to listen on", hint="such as 127.0.0.1:8080 or [::1]:8080"
+            )
+        return TcpAddress(found["v6"] or found["host"], int(found["port"]))
+
+
+class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sizes also as text such as "4GiB". `dsec.node.config` says what each is for."""
+
+    substrates: tuple[Substrate, ...] = (Substrate.CONTAINER,)
+    sandboxes_max: int = limits.SANDBOXES_PER_NODE_MAX
+    memory_overcommit: float = 4.0
+    disk_free_bytes_min: int | str = limits.DISK_FREE_BYTES_MIN
+    records_bytes_max: int | str = limits.RECORDS_BYTES_MAX
+    pause_deadline_s: float = 10.0
+    creates_at_once_max: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.substrates:
+            raise InvalidArgumentError("a node offers at least one substrate")
+
+    def config(self, *, state_dir: Path, run_dir: Path) -> NodeConfig:
+        return NodeConfig(
+            state_dir=state_dir,
+            run_dir=run_dir,
+            substrates=frozenset(self.substrates),
+            sandboxes_max=self.sandboxes_max,
+            memory_overcommit=self.memory_overcommit,
+            disk_free_bytes_min=parse_size(self.disk_free_bytes_min, "disk_free_bytes_min"),
+            records_bytes_max=parse_size(self.records_bytes_max, "records_bytes_max"),
+            pause_deadline_s=self.pause_deadline_s,
+            creates_at_once_max=self.creates_at_once_max,
+        )
+
+
+class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`dsec.backends.container.config` says what each is for."""
+
+    id_dir: str = "/run/dsec/ids"
+    cgroup_parent: str = "dsec"
+    disk: str = "directory"
+    shm_bytes: int | str = 64 * limits.MIB
+    pids_kept_for_host: int = 4096
+
+    def fields(self) -> dict[str, object]:
+        """For ContainerConfig, beside its directories."""
+        return {
+            "id_dir": Path(self.id_dir),
+            "cgroup_parent": self.cgroup_parent,
+            "disk": self.disk,
+            "shm_bytes": parse_size(self.shm_bytes, "shm_bytes"),
+            "pids_kept_for_host": self.pids_kept_for_host,
+        }
+
+
+class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    level: str = "info"
+    file_bytes_max: int | str = 16 * limits.MIB  # of a detached service; one older file is kept beside it
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise InvalidArgumentError(f"log level must be one of {', '.join(LEVELS)}, and is {self.level[:40]!r}")
+        if parse_size(self.file_bytes_max, "file_bytes_max") < limits.MIB:
+            raise InvalidArgumentError("file_bytes_max must be at least 1MiB")
+
+
+class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The whole of it, one record for each part. Directories that are not given depend on who runs it."""
+
+    run_dir: str
+    state_dir: str
+    api: ApiConfig = ApiConfig()
+    node: NodeSettings = NodeSettings()
+    container: ContainerSettings = ContainerSettings()
+    log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        for what, path in (("run_dir", self.run_dir), ("state_dir", self.state_dir)):
+            if not path.startswith("/") or "\0" in path:
+                raise InvalidArgumentError(f"{what} must be an absolute path, and is {path[:80]!r}")
+        check_socket_path(self.socket)
+        self.node.config(state_dir=Path(self.state_dir), run_dir=Path(self.run_dir))
+        if Substrate.CONTAINER in self.node.substrates:
+            ContainerConfig(run_dir=Path(self.run_dir), state_dir=Path(self.state_dir), **self.container.fields())  # type: ignore[arg-type]
+
+    @property
+    def socket(self) -> Path:
+        return Path(self.run_dir) / DEFAULT_SOCKET_NAME
+
+    @property
+    def log_file(self) -> Path:
+        return Path(self.state_dir) / "dsec.log"
+
+
+def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], *, file: Path | None = None) -> ServeConfig:
+    """`flags` by dotted name ("api.listen"); None = not given. Raises InvalidArgumentError for what is unknown.
+
+    The file: `file`, else DSEC_CONFIG, else /etc/dsec/dsec.toml where there is one.
+    """
+    settings = _defaults(environ)
+    _merge(settings, _file_settings(file, environ))
+    for variable, name in _VARIABLES.items():
+        if value := environ.get(variable):
+            _set(settings, name, value.split(",") if name == "node.substrates" else value)
+    for name, given in flags.items():
+        if given is not None:
+            _set(settings, name, given)
+    return from_toml(settings, ServeConfig)
+
+
+def _defaults(environ: Mapping[str, str]) -> dict[str, Any]:
+    if os.geteuid() == 0:
+        return {"run_dir": RUN_DIR_ROOT, "state_dir": STATE_DIR_ROOT}
+    home = environ.get("HOME", "/")
+    runtime = environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
+    state = environ.get("XDG_STATE_HOME") or f"{home}/.local/state"
+    return {"run_dir": f"{runtime}/dsec", "state_dir": f"{state}/dsec"}
+
+
+def _file_settings(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
+    named = file or (Path(environ["DSEC_CONFIG"]) if environ.get("DSEC_CONFIG") else None)
+    path = named or CONFIG_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        if named is None:
+            return {}
+        raise InvalidArgumentError(f"there is no configuration at {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"cannot read the configuration {path}: {error}") from error
+    try:
+        return from_toml(text, dict)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{path}: {error.message}") from error
+
+
+def _merge(settings: dict[str, Any], more: dict[str, Any]) -> None:
+    for name, value in more.items():
+        if isinstance(value, dict) and isinstance(settings.get(name), dict):
+            _merge(settings[name], value)
+        else:
+            settings[name] = value
+
+
+def _set(settings: dict[str, Any], name: str, value: Any) -> None:
+    part, dot, field = name.partition(".")
+    if not dot:
+        settings[part] = value
+        return
+    inner = settings.setdefault(part, {})
+    if not isinstance(inner, dict):
+        raise InvalidArgumentError(f"[{part}] in the configuration must be a table")
+    inner[field] = value

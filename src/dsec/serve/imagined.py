@@ -1,0 +1,47 @@
+"""Environments of a node that offers nothing but the fake substrate: every name is there, and is empty."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection
+
+from dsec.core.errors import UnsupportedError
+from dsec.core.spec import Environment
+from dsec.image.environments import StoreFacts
+from dsec.node.environments import Hold, Resolved
+from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo
+
+
+class ImaginedEnvironments:
+    async def acquire(self, environment: Environment) -> Resolved:
+        return Resolved(hold=_NoHold())
+
+    async def hold(self, digests: Collection[str]) -> Hold:
+        return _NoHold()
+
+    async def list(self) -> list[EnvironmentInfo]:
+        return [await self.get("base")]
+
+    async def get(self, name: str) -> EnvironmentInfo:
+        return EnvironmentInfo(name=name, layers=(), size_bytes=0, created_at=0.0, source="imagined", kind="fake")
+
+    async def remove(self, name: str, *, live: Collection[str]) -> None:
+        raise _nothing_here()
+
+    async def build(self, request: BuildRequest) -> AsyncIterator[BuildEvent]:
+        raise _nothing_here()
+        yield  # makes this an iterator
+
+    async def describe(self) -> StoreFacts | None:
+        return None
+
+
+class _NoHold:
+    def release(self) -> None:
+        pass
+
+
+def _nothing_here() -> UnsupportedError:
+    return UnsupportedError(
+        "this node offers only the fake substrate, which has no environments of its own",
+        hint="start it with --substrate container",
+    )

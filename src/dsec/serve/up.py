@@ -1,0 +1,108 @@
+"""`dsec up`: the service in this process, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+
+from dsec.core.errors import HostError
+from dsec.core.units import parse_size
+from dsec.observe.logs import configure_logs, get_logger
+from dsec.serve.config import ServeConfig
+from dsec.serve.lock import RunLock
+from dsec.serve.logfile import RotatingLog
+from dsec.serve.service import LocalService
+
+log = get_logger(__name__)
+
+_FORCED = 130  # exit status after the third signal
+
+
+def run_up(config: ServeConfig, *, ready: Callable[[], None] | None = None, to_file: bool = False) -> int:
+    """Returns the exit status once it has been stopped. `ready` is called when the socket answers.
+
+    SIGTERM or SIGINT: requests under way get their grace; a second one: they do not; a third: out at once. Sandboxes
+    that outlive their node run on in every case. Raises ConflictError when another service has the run directory.
+    """
+    os.umask(0o077)
+    _make_directories(config)
+    lock = RunLock.acquire(Path(config.run_dir))
+    try:
+        _start_logs(config, to_file=to_file)
+        uvloop.run(_serve(config, ready))
+    finally:
+        lock.release()
+    return 0
+
+
+async def _serve(config: ServeConfig, ready: Callable[[], None] | None) -> None:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    _handle_signals(stop, hurry)
+    service = LocalService(config)
+    starting = asyncio.create_task(service.start())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+    try:
+        await starting
+    except asyncio.CancelledError:
+        log.info("stopped while starting")
+        return
+    finally:
+        stopping.cancel()
+    log.info(
+        "ready",
+        socket=str(config.socket),
+        tcp=[f"{address.host}:{address.port}" for address in service.addresses],
+        node=service.node.id,
+        pid=os.getpid(),
+    )
+    if ready is not None:
+        ready()
+    await stop.wait()
+    log.info("stopping")
+    await service.close(hurry=hurry)
+    log.info("stopped")
+
+
+def _handle_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    def handle() -> None:
+        if not stop.is_set():
+            stop.set()
+        elif not hurry.is_set():
+            hurry.set()
+        else:
+            os._exit(_FORCED)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle)
+
+
+def _make_directories(config: ServeConfig) -> None:
+    for path in (Path(config.run_dir), Path(config.state_dir)):
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise HostError(
+                f"cannot make {path}: {error.strerror}", hint="choose others with --run-dir and --state-dir"
+            ) from error
+
+
+def _start_logs(config: ServeConfig, *, to_file: bool) -> None:
+    if not to_file:
+        configure_logs(level=config.log.level)
+        return
+    try:
+        stream = RotatingLog(config.log_file, bytes_max=parse_size(config.log.file_bytes_max))
+    except OSError as error:
+        raise HostError(f"cannot write {config.log_file}: {error.strerror}") from error
+    configure_logs(level=config.log.level, form="json", stream=stream)  # type: ignore[arg-type]
+    sys.stdout.flush()
