@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from dsec.core.errors import ProtocolError, StorageError
+from dsec.core.faults import fault_point
 from dsec.core.limits import MIB
 from dsec.node.rows import ExecEndEntry, ExecEntry
 from dsec.wire.codec import pack, unpack
@@ -56,6 +57,7 @@ class ExecLog:
         position = self._end
         data = _encode(entry)
         try:
+            fault_point("node.execlog.append")
             file = self._open()
             written = os.pwrite(file, data, position)
             if written != len(data):

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 
 from dsec.core import limits
 from dsec.core.errors import DsecError, HostError, StorageError
+from dsec.core.faults import fault_point
 from dsec.core.ids import NodeId, new_node_id, parse_node_id
 from dsec.node.rows import KeyRow, SandboxRow, Tombstone
 from dsec.wire.codec import pack, unpack
@@ -217,6 +218,7 @@ def _transact(db: sqlite3.Connection, batch: list[_Job]) -> None:
     db.execute("BEGIN IMMEDIATE")
     try:
         for job in batch:
+            fault_point("node.journal.write")
             job.write(db)
         db.execute("COMMIT")
     except BaseException:

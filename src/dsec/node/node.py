@@ -25,7 +25,7 @@ from dsec.node.host import boot_id, memory_total_bytes
 from dsec.node.journal import Journal
 from dsec.node.reaper import Reaper
 from dsec.node.registry import Registry
-from dsec.node.supervisor import Services, Supervisor, gone_error
+from dsec.node.supervisor import Services, Sleep, Supervisor, gone_error
 from dsec.node.tasks import Tasks
 from dsec.observe.logs import get_logger
 from dsec.storage.space import free_bytes
@@ -57,12 +57,14 @@ class Node:
         make_backends: MakeBackends,
         environments: Environments,
         clock: Clock | None = None,
+        sleep: Sleep = asyncio.sleep,
         boot_id: str | None = None,
     ) -> None:
         self.config = config
         self.environments = environments
         self.clock: Clock = clock or SystemClock()
         self.registry = Registry()
+        self._sleep = sleep
         self.started_at = 0.0
         self._make_backends = make_backends
         self._boot_id = boot_id
@@ -99,11 +101,12 @@ class Node:
 
     async def _start(self) -> None:
         boot = self._boot_id or boot_id()
-        self._reaper = Reaper(self.clock, self._expire)
+        self._reaper = Reaper(self.clock, self._sleep, self._expire)
         self._services = Services(
             config=self.config,
             journal=self.journal,
             clock=self.clock,
+            sleep=self._sleep,
             tasks=self._tasks,
             schedule=self._reaper.schedule,
             on_end=self._ended,
@@ -218,7 +221,7 @@ class Node:
     async def _housekeep(self) -> None:
         pruned_at = self.clock.monotonic_s()
         while True:
-            await asyncio.sleep(_SAMPLE_EVERY_S)
+            await self._sleep(_SAMPLE_EVERY_S)
             for sandbox in self.registry:
                 await sandbox.sample()
             if self.clock.monotonic_s() - pruned_at >= _PRUNE_EVERY_S:

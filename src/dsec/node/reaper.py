@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from dsec.core.clock import Clock
@@ -16,8 +16,9 @@ _SLEEP_S_MAX: Final = 3_600.0
 class Reaper:
     """`expire` is called with a sandbox's id when its moment has come; it looks again and decides."""
 
-    def __init__(self, clock: Clock, expire: Callable[[str], None]) -> None:
+    def __init__(self, clock: Clock, sleep: Callable[[float], Awaitable[None]], expire: Callable[[str], None]) -> None:
         self._clock = clock
+        self._sleep = sleep
         self._expire = expire
         self._timers = Timers()
         self._sooner = asyncio.Event()
@@ -43,8 +44,12 @@ class Reaper:
             self.run_due()
             at = self._timers.next_at()
             wait_s = _SLEEP_S_MAX if at is None else min(max(0.0, at - self._clock.monotonic_s()), _SLEEP_S_MAX)
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._sooner.wait()
-            except TimeoutError:
-                pass
+            await self._sleep_or_sooner(wait_s)
+
+    async def _sleep_or_sooner(self, wait_s: float) -> None:
+        waits = {asyncio.ensure_future(self._sleep(wait_s)), asyncio.ensure_future(self._sooner.wait())}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()

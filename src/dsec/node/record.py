@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from dsec.core.faults import fault_point
 from dsec.core.limits import RECORD_HOLES_MAX, RECORD_INLINE_BYTES_MAX, RECORD_RUNS_MAX
 from dsec.node.recordstore import ERR, OUT, FileStore, Layout, MemoryStore, Position, Store
 from dsec.node.rows import ExecEndEntry
@@ -152,6 +153,8 @@ class OutputRecord:
             self._spill_if_large(len(payload))
             if isinstance(self._store, FileStore) and not self._has_room():
                 raise OSError(errno.ENOSPC, "the node's disk is at its reserve")
+            if self.in_file:
+                fault_point("node.record.write")
             self._keep(track, payload)
         except OSError:
             self.broken = True
@@ -192,14 +195,6 @@ class OutputRecord:
             return None
         _, channel, size = min(found)
         return channel, size
-
-    def sync(self) -> None:
-        """Make what was written so far survive kill -9, in a file, whatever its size."""
-        if not self.in_file and not self.broken:
-            try:
-                self._spill()
-            except OSError:
-                self.broken = True
 
     def close(self) -> None:
         if isinstance(self._store, FileStore):

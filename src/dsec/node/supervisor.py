@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -16,6 +16,7 @@ from dsec.core import limits
 from dsec.core.clock import Clock
 from dsec.core.errors import (
     ConflictError,
+    DeadlineError,
     DsecError,
     GoneError,
     Outcome,
@@ -27,7 +28,7 @@ from dsec.core.errors import (
     UnsupportedError,
 )
 from dsec.core.ids import NodeId, SandboxId
-from dsec.core.states import ENDED, EndCause, SandboxState, may_move
+from dsec.core.states import ENDED, EndCause, SandboxState
 from dsec.node.accounting import UsageMeter
 from dsec.node.config import NodeConfig
 from dsec.node.environments import Hold, Resolved
@@ -47,6 +48,7 @@ from dsec.wire.agent import ExecEnd, ExecStatus
 log = get_logger(__name__)
 
 T = TypeVar("T")
+Sleep = Callable[[float], Awaitable[None]]
 
 _DRAIN_S: Final = 2.0  # operations under way are let finish before a freeze
 _FAILURES: Final = frozenset(EndCause) - {EndCause.DESTROYED, EndCause.TTL_RUNNING, EndCause.TTL_IDLE}
@@ -59,6 +61,7 @@ class Services:
     config: NodeConfig
     journal: Journal
     clock: Clock
+    sleep: Sleep
     tasks: Tasks  # of the node: they outlive a sandbox
     schedule: Callable[[str, float], None]  # wake the reaper for a sandbox
     on_end: Callable[[Supervisor], None]
@@ -143,7 +146,7 @@ class Supervisor:
             await instance.resume()
             self._note_resumed()
         await self._open_link().open()
-        await self.move(SandboxState.RUNNING, journal=True, force=True)
+        await self.move(SandboxState.RUNNING)
 
     @asynccontextmanager
     async def creating(self) -> AsyncIterator[None]:
@@ -163,7 +166,7 @@ class Supervisor:
         )
 
     async def created(self, create_ms: float) -> None:
-        await self.move(SandboxState.RUNNING, journal=True, create_ms=create_ms)
+        await self.move(SandboxState.RUNNING, create_ms=create_ms)
         self.lifetime.touch()
         self.arm()
 
@@ -182,7 +185,7 @@ class Supervisor:
             await self._services.journal.forget(self.id, project=self.row.project, key=self.row.key)
         except Exception as error:
             log.error("a failed create left something", sandbox=self.id, exc_info=error)
-            await self.move(SandboxState.DESTROYING, journal=False)
+            self._set(SandboxState.DESTROYING)
             self._retry_later()
             return False
         self.uncount()
@@ -218,15 +221,29 @@ class Supervisor:
 
     # -- state -------------------------------------------------------------------------------------
 
-    async def move(self, state: SandboxState, *, journal: bool, force: bool = False, **changes: Any) -> None:
-        """`force`: after a restart the recorded state may be any."""
-        if state is not self.state and not force and not may_move(self.state, state):
-            raise SandboxStateError(f"the sandbox is {self.row.state} and cannot become {state}", sandbox=self.id)
-        metrics.SANDBOXES.labels(self.row.spec.substrate, self.row.state).dec()
-        metrics.SANDBOXES.labels(self.row.spec.substrate, state).inc()
-        self.row = msgspec.structs.replace(self.row, state=str(state), **changes)
-        if journal:
+    async def move(self, state: SandboxState, **changes: Any) -> None:
+        """Journalled when it returns. Raises StorageError, and then nothing has changed."""
+        before = self.row
+        self._set(state, **changes)
+        try:
             await self._services.journal.put(self.row)
+        except DsecError:
+            self._set(SandboxState(before.state))
+            self.row = before
+            raise
+
+    async def _move_anyway(self, state: SandboxState, **changes: Any) -> None:
+        """For moves that a full disk must not prevent. A restarted node then finds the sandbox as it was before, and
+        sees what is true from the instance."""
+        self._set(state, **changes)
+        with suppress(StorageError):
+            await self._services.journal.put(self.row)
+
+    def _set(self, state: SandboxState, **changes: Any) -> None:
+        gauge = metrics.SANDBOXES
+        gauge.labels(self.row.spec.substrate, self.row.state).dec()
+        gauge.labels(self.row.spec.substrate, state).inc()
+        self.row = msgspec.structs.replace(self.row, state=str(state), **changes)
 
     def view(self) -> records.Sandbox:
         """As its owner sees it."""
@@ -437,8 +454,8 @@ class Supervisor:
         if self.state is SandboxState.PAUSED:
             return
         instance = self._running_instance()
-        await self.move(SandboxState.PAUSING, journal=True)
         link = self._open_link()
+        await self.move(SandboxState.PAUSING)
         try:
             await self._drain()
             link.suspend()
@@ -447,16 +464,12 @@ class Supervisor:
             await instance.pause(deadline_s=self._services.config.pause_deadline_s)
         except BaseException:
             link.resume()
-            await self._move_back(SandboxState.RUNNING)
+            await self._move_anyway(SandboxState.RUNNING)
             raise
         left = self.lifetime.running_left_s
         self.lifetime.pause()
-        await self.move(
-            SandboxState.PAUSED,
-            journal=True,
-            paused_at=self._services.clock.wall_s(),
-            running_until=None,
-            running_left_s=left,
+        await self._move_anyway(
+            SandboxState.PAUSED, paused_at=self._services.clock.wall_s(), running_until=None, running_left_s=left
         )
 
     async def _drain(self) -> None:
@@ -472,21 +485,28 @@ class Supervisor:
             return
         if self.state is not SandboxState.PAUSED or self.instance is None:
             raise SandboxStateError(f"the sandbox is {self.row.state} and cannot be resumed", sandbox=self.id)
-        await self.move(SandboxState.RESUMING, journal=True)
+        await self.move(SandboxState.RESUMING)
         try:
             await self.instance.resume()
         except BaseException:
-            await self._move_back(SandboxState.PAUSED)
+            await self._move_anyway(SandboxState.PAUSED)
             raise
         paused_s = self._note_resumed()
+        await self._reach_agent(paused_s)
+        await self._move_anyway(SandboxState.RUNNING)
+        self.arm()
+
+    async def _reach_agent(self, paused_s: float) -> None:
+        """Tells the agent how long it slept. One that was frozen when this node started is connected to only now."""
         link = self._open_link()
         link.resume()
-        if not link.is_open and link.never_opened:
-            await link.open()
-        with suppress(DsecError):
-            await (await link.client()).clock(paused_s=paused_s, wall_s=self._services.clock.wall_s())
-        await self.move(SandboxState.RUNNING, journal=True)
-        self.arm()
+        try:
+            client = await link.open() if link.never_opened else await link.client()
+            with suppress(DeadlineError, UnavailableError):
+                await client.clock(paused_s=paused_s, wall_s=self._services.clock.wall_s())
+        except DsecError as error:
+            self.fail(EndCause.SANDBOX_FAULT, f"its agent does not answer after a pause: {error.message}")
+            raise
 
     def _note_resumed(self) -> float:
         """Both clocks go on; the row holds it until it is journalled with the next move."""
@@ -502,10 +522,6 @@ class Supervisor:
             running_left_s=None,
         )
         return paused_s
-
-    async def _move_back(self, state: SandboxState) -> None:
-        if not self.ended and self.state is not SandboxState.DESTROYING:
-            await self.move(state, journal=True)
 
     def _running_instance(self) -> Instance:
         if self.state is not SandboxState.RUNNING or self.instance is None:
@@ -535,7 +551,6 @@ class Supervisor:
             until = None if request.ttl_running_s is None else self._services.clock.wall_s() + request.ttl_running_s
             await self.move(
                 self.state,
-                journal=True,
                 ttl_running_s=request.ttl_running_s,
                 ttl_idle_s=request.ttl_idle_s,
                 running_until=None if paused else until,
@@ -627,16 +642,12 @@ class Supervisor:
             return self.tombstone.sandbox
         if self.state is not SandboxState.DESTROYING:
             await self.sample()
-            # A full disk must not keep anybody from making room: an unwritten intent only means that a restarted node
-            # finds the sandbox as it was, or half removed, and removes it then.
-            with suppress(StorageError):
-                await self.move(
-                    SandboxState.DESTROYING,
-                    journal=True,
-                    end_cause=str(cause),
-                    end_detail=None if detail is None else detail[:500],
-                    memory_gib_s=self.meter.memory_gib_s,
-                )
+            await self._move_anyway(
+                SandboxState.DESTROYING,
+                end_cause=str(cause),
+                end_detail=None if detail is None else detail[:500],
+                memory_gib_s=self.meter.memory_gib_s,
+            )
         await self._stop_following()
         try:
             await self._remove()
@@ -699,7 +710,7 @@ class Supervisor:
         """Removes what is left, with growing back-off, until nothing is."""
         try:
             while not self.ended and not self._services.closing:
-                await asyncio.sleep(self._retry_s)
+                await self._services.sleep(self._retry_s)
                 self._retry_s = min(self._retry_s * 2, limits.DESTROY_RETRY_S_MAX)
                 with suppress(SandboxError):
                     await self.destroy(EndCause.DESTROYED)
@@ -716,9 +727,6 @@ class Supervisor:
         if self._link is not None:
             await self._link.close(SandboxError("the node stops", sandbox=self.id))
         await self._tasks.close()
-        for exec in self.execs:
-            if exec.live:
-                exec.record.sync()
         self.execs.close()
         if self.hold is not None:
             self.hold.release()

@@ -17,7 +17,9 @@ from dsec.image.environments import StoreFacts
 from dsec.node.config import NodeConfig
 from dsec.node.environments import Hold, Resolved
 from dsec.node.node import Node
+from dsec.node.registry import Registry
 from dsec.node.service import Service
+from dsec.node.supervisor import Sleep
 from dsec.wire.codec import pack, unpack
 from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo
 from dsec.wire.frames import Frame
@@ -92,6 +94,7 @@ def make_fake_node(
     *,
     host: FakeHost | None = None,
     clock: Clock | None = None,
+    sleep: Sleep = asyncio.sleep,
     environments: FakeEnvironments | None = None,
     boot_id: str = "boot",
     **changes: Any,
@@ -103,6 +106,7 @@ def make_fake_node(
         make_backends=lambda _: {Substrate.FAKE: backend},
         environments=environments or FakeEnvironments(),
         clock=clock,
+        sleep=sleep,
         boot_id=boot_id,
     )
 
@@ -116,6 +120,24 @@ async def fake_node(state: Path, **settings: Any) -> AsyncIterator[NodeClient]:
         yield NodeClient(node)
     finally:
         await node.close()
+
+
+async def crash(node: Node) -> None:
+    """As near to kill -9 as one process comes: its tasks stop where they are, and nothing is told or written any more.
+
+    What the journal has taken is on the disk, as it is in the page cache then.
+    """
+    stopped = [node._tasks, *(sandbox._tasks for sandbox in node.registry)]
+    for sandbox in node.registry:
+        if sandbox._link is not None:
+            await sandbox._link.close(UnavailableError("the node was killed"))
+        sandbox.execs.close()
+    node._services.closing = True
+    for tasks in stopped:
+        tasks._finishing.clear()
+        await tasks.settle()
+    node.registry = Registry()
+    await node.close()
 
 
 class NodeClient:
