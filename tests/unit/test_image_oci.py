@@ -16,8 +16,8 @@ from dsec.wire.environments import OciSource
 from tests.images import Layout, directory, gzipped, hardlink, listing, member, symlink, tar_of
 
 BASE = tar_of([
-    directory("dir"), member("dir/old", b"1"), member("dir/kept", b"2"), directory("dir/sub"), member("dir/sub/x", b"3"),
-    member("top", b"4"), symlink("link", "dir"),
+    directory("dir"), member("dir/old", b"1"), member("dir/kept", b"2"), directory("dir/sub"),
+    member("dir/sub/x", b"3"), member("top", b"4"), symlink("link", "dir"),
 ])  # fmt: skip
 
 

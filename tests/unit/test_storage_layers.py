@@ -122,9 +122,13 @@ def test_what_the_journal_lists_is_kept(store: LayerStore) -> None:
 
 
 def test_a_failed_build_leaves_nothing(store: LayerStore) -> None:
-    with pytest.raises(RuntimeError), store.staging() as work:
-        (work / "half").mkdir()
-        raise RuntimeError
+    def build() -> None:
+        with store.staging() as work:
+            (work / "half").mkdir()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        build()
 
     assert list((store.state / "staging").iterdir()) == []
 

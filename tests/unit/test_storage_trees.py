@@ -90,7 +90,7 @@ def test_links_are_removed_and_never_followed(tmp_path: Path) -> None:
 def test_names_that_are_no_text_are_removed(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     tree.mkdir()
-    os.mkdir(os.fsencode(tree) + b"/\xff\xfe\n")
+    Path(os.fsdecode(os.fsencode(tree) + b"/\xff\xfe\n")).mkdir()
     os.mkfifo(os.fsencode(tree) + b"/\xff\xfe\n/\x01pipe")
 
     remove_tree(tree)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import secrets
 import threading
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from dsec.core.errors import (
 from dsec.core.ids import parse_name
 from dsec.core.spec import Environment
 from dsec.image.erofs import probe_erofs
-from dsec.storage.layers import LayerKind, LayerLocation, LayerStore, Lease
+from dsec.storage.layers import LayerKind, LayerLocation, LayerStore, Lease, sync, write_synced
 from dsec.storage.space import free_bytes
 from dsec.wire import codec
 from dsec.wire.environments import EnvironmentInfo
@@ -210,10 +209,10 @@ class EnvironmentStore:
     def put(self, record: EnvironmentRecord) -> None:
         """Name an environment, replacing what had the name. Call inside `layers.publishing()`."""
         name = parse_name(record.info.name, "environment name")
-        _replace(self._environments / f"{name}.json", codec.to_json(record))
+        self._replace(self._environments / f"{name}.json", codec.to_json(record))
 
     def put_built(self, key: str, record: BuildRecord) -> None:
-        _replace(self._builds / f"{key}.json", codec.to_json(record))
+        self._replace(self._builds / f"{key}.json", codec.to_json(record))
 
     def remove(self, name: str, *, live: Collection[str] = ()) -> None:
         """Forget an environment and remove the layers that only it has.
@@ -251,6 +250,16 @@ class EnvironmentStore:
         return tuple(removed)
 
     # ---- helpers ------------------------------------------------------------------------------
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        """The new content, or the old one, also after a power loss."""
+        try:
+            with self.layers.staging() as work:
+                write_synced(work / "draft", data)
+                (work / "draft").replace(path)
+            sync(path.parent)
+        except OSError as error:
+            raise StorageError(f"cannot write {path.name}: {error.strerror}") from error
 
     def _layer(self, digest: str, parts: Iterable[EnvironmentInfo]) -> LayerLocation:
         try:
@@ -315,23 +324,3 @@ def _read(path: Path, kind: type[T]) -> T:
         raise
     except (OSError, InvalidArgumentError) as error:
         raise StorageError(f"{path.name} cannot be read: {error}") from error
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """The new content, or the old one, also after a power loss."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with draft.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-        fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise StorageError(f"cannot write {path.name}: {error.strerror}") from error
-    finally:
-        draft.unlink(missing_ok=True)

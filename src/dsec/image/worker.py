@@ -49,6 +49,7 @@ from dsec.wire.environments import (
 )
 from dsec.wire.errors import body_of
 
+_NICENESS: Final = 5  # running sandboxes come first
 _PROXIES: Final = ("http_proxy", "https_proxy", "no_proxy")
 
 Report = Callable[[BuildEvent], None]
@@ -241,6 +242,7 @@ def main() -> int:
     """1. read the job  2. end with stdin  3. build  4. say how it went."""
     job = codec.from_json(sys.stdin.buffer.readline(), Job)
     threading.Thread(target=_end_with_stdin, daemon=True).start()
+    os.nice(_NICENESS)
     proxies = {name: os.environ[name] for name in _PROXIES if name in os.environ}
     try:
         store = EnvironmentStore(job.state)

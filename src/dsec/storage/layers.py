@@ -26,7 +26,7 @@ from typing import Final
 import msgspec
 
 from dsec.core.errors import ConflictError, InvalidArgumentError, NotFoundError, StorageError
-from dsec.storage.locks import file_lock, is_same, try_lock
+from dsec.storage.locks import file_lock, is_same, sweep_lock, try_lock
 from dsec.storage.syscalls import syncfs
 from dsec.storage.trees import remove_tree
 from dsec.wire import codec
@@ -148,10 +148,10 @@ class LayerStore:
         target = self._directory(record.digest)
         if not target.exists():
             try:
-                _write_synced(staged / _RECORD_NAME, codec.to_json(record))
+                write_synced(staged / _RECORD_NAME, codec.to_json(record))
                 _sync_content(staged, record.kind)
                 os.rename(staged, target)  # noqa: PTH104 - rename(2), and nothing more clever
-                _sync_directory(self._layers)
+                sync(self._layers)
             except FileExistsError:
                 pass
             except OSError as error:
@@ -269,6 +269,8 @@ class LayerStore:
                     removed += 1
             finally:
                 os.close(fd)
+        for path in list(self._locks.glob("build-*")):
+            sweep_lock(path)
         return removed
 
     def _hold(self, digest: str) -> None:
@@ -319,24 +321,22 @@ def _sync_content(staged: Path, kind: LayerKind) -> None:
         return
     for name in (META_NAME, BLOB_NAME):
         if (staged / name).exists():
-            _sync_file(staged / name)
-    _sync_directory(staged)
+            sync(staged / name)
+    sync(staged)
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+def write_synced(path: Path, data: bytes) -> None:
+    """A new file, on the disk when this returns; its name is not yet (`sync` its directory for that)."""
+    with path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync_file(path: Path) -> None:
+def sync(path: Path) -> None:
+    """A file's content, or a directory's names, are on the disk when this returns."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _sync_directory(path: Path) -> None:
-    _sync_file(path)

@@ -21,6 +21,19 @@ def file_lock(path: Path, *, shared: bool = False) -> Iterator[None]:
         os.close(fd)
 
 
+def sweep_lock(path: Path) -> None:
+    """Remove the lock file of a holder that died; one that is held stays."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if try_lock(fd) and is_same(fd, path):
+            path.unlink()
+    finally:
+        os.close(fd)
+
+
 def _locked(path: Path, how: int) -> int:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

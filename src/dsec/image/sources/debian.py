@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from dsec.core.errors import DsecError, HostError, InvalidArgumentError, UnsupportedError
+from dsec.core.errors import CapacityError, DsecError, HostError, InvalidArgumentError, UnsupportedError
 from dsec.core.limits import BUILD_LOG_LINE_BYTES_MAX
 from dsec.image.environments import ImageConfig
 from dsec.image.recipes import DEBIAN_ENV, DEBIAN_WORKDIR, DPKG_OPTIONS, RECIPE_VERSION
 from dsec.image.sources import directory
 from dsec.image.sources.apt import AptSource, host_sources, host_suite, proxy_settings
 from dsec.image.stage import Attributes, Stage
+from dsec.storage.space import require_free
 from dsec.storage.trees import remove_tree
 from dsec.wire.environments import DebianSource, DirectorySource
 
@@ -86,10 +87,10 @@ def _install(
         command.append(f"--include={','.join(sorted(set(source.packages)))}")
     command += ["--", suite, os.fspath(work / "debian"), os.fspath(mirrors)]
     environment = {"PATH": _PATH, "LC_ALL": "C.UTF-8", "HOME": "/root", "TMPDIR": os.fspath(work / "tmp"), **proxies}
-    _run(command, environment, log)
+    _run(command, environment, work, log)
 
 
-def _run(command: list[str], environment: dict[str, str], log: Callable[[str], None]) -> None:
+def _run(command: list[str], environment: dict[str, str], work: Path, log: Callable[[str], None]) -> None:
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -100,6 +101,11 @@ def _run(command: list[str], environment: dict[str, str], log: Callable[[str], N
             if line:
                 tail.append(line)
                 log(line)
+            try:
+                require_free(work)
+            except CapacityError:
+                process.terminate()  # it removes its mounts first
+                raise
     if process.returncode != 0:
         raise _failure(process.returncode, list(tail))
 
