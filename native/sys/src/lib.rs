@@ -1,1 +1,21 @@
 //! System calls that the standard library lacks, each wrapped once; the only crate with `unsafe`.
+pub mod epoll;
+pub mod errno;
+pub mod identity;
+pub mod inotify;
+pub mod launch_child;
+pub mod memory;
+pub mod mounts;
+pub mod namespaces;
+pub mod paths;
+pub mod pipes;
+pub mod process;
+pub mod pty;
+mod result;
+pub mod rights;
+pub mod rooted;
+pub mod sealed;
+pub mod seccomp;
+pub mod seqpacket;
+pub mod signals;
+pub mod sockets;

@@ -1,0 +1,472 @@
+//! The daemon: one thread that serves nodes, starts workers and reaps agents.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use dsec_sys::namespaces::reap;
+use dsec_sys::seccomp::{filter_bytes, Instruction};
+use dsec_sys::seqpacket::{next_signal, wait_ready, Interest};
+use serde::Serialize;
+
+use crate::agent::{self, Agent};
+use crate::connections::Connections;
+use crate::destroy::destroy;
+use crate::error::{Doing, Error, Result};
+use crate::filter::compile;
+use crate::launch::launch;
+use crate::layers::Layers;
+use crate::records::Record;
+use crate::sandboxes::Sandboxes;
+use crate::steps::check::check_name;
+use crate::steps::Job;
+use crate::system::Kernel;
+use crate::wire::{
+    self, DestroyArgs, ExitEvent, LaunchFailure, LaunchPlan, Launched, Nothing, LAUNCH_VERSION,
+};
+use crate::workers::{Origin, Report, Task, Worker, Workers};
+
+/// Different filters that are kept; they depend on the software's version and policy, not on sandboxes.
+const FILTERS_MAX: usize = 256;
+const STATUS_INTERVAL: Duration = Duration::from_millis(50);
+/// The test hook's file in the run directory: its content names the step that fails.
+const FAIL_STEP: &str = "fail_step";
+
+/// What `main` has prepared.
+pub struct Setting<'a> {
+    pub system: &'a Kernel,
+    pub run: PathBuf,
+    pub agent: Agent,
+    pub layers: Layers<'a>,
+    pub sandboxes: Sandboxes,
+    pub host_mounts: OwnedFd,
+    pub bare_mounts: OwnedFd,
+    pub listener: OwnedFd,
+    pub signals: OwnedFd,
+    /// Held as long as the daemon lives; its workers let go of it.
+    pub lock: OwnedFd,
+    pub test_hooks: bool,
+}
+
+pub struct Daemon<'a> {
+    setting: Setting<'a>,
+    connections: Connections,
+    workers: Workers,
+    filters: BTreeMap<String, Vec<Instruction>>,
+    stopping: bool,
+}
+
+impl<'a> Daemon<'a> {
+    pub fn new(setting: Setting<'a>, missed: Vec<ExitEvent>) -> Result<Daemon<'a>> {
+        let mut daemon = Daemon {
+            setting,
+            connections: Connections::default(),
+            workers: Workers::new(),
+            filters: BTreeMap::new(),
+            stopping: false,
+        };
+        missed.iter().try_for_each(|event| daemon.tell(event))?;
+        Ok(daemon)
+    }
+
+    /// Serves until it is told to stop; what is in progress then is finished.
+    pub fn serve(&mut self) -> Result<()> {
+        while !(self.stopping && self.workers.are_idle()) {
+            self.wait()?;
+            while next_signal(self.setting.signals.as_fd())
+                .is_some_and(|signal| signal != libc::SIGCHLD)
+            {
+                self.stopping = true;
+            }
+            // Reaping first: a worker reports only after the process of a failed launch has ended.
+            self.reap_children()?;
+            self.finish_workers()?;
+            for event in self.setting.sandboxes.ended()? {
+                self.tell(&event)?;
+            }
+            self.connections.accept_all(self.setting.listener.as_fd());
+            self.serve_requests()?;
+            self.start_workers()?;
+            self.connections.flush();
+        }
+        Ok(())
+    }
+
+    fn wait(&self) -> Result<()> {
+        let mut interests: Vec<(BorrowedFd, Interest)> = vec![
+            (self.setting.signals.as_fd(), Interest::Readable),
+            (self.setting.listener.as_fd(), Interest::Readable),
+        ];
+        for connection in self.connections.iter() {
+            interests.push((connection.socket(), Interest::Readable));
+            if self.connections.is_waiting(connection) {
+                interests.push((connection.socket(), Interest::Writable));
+            }
+        }
+        interests.extend(
+            self.workers
+                .running
+                .iter()
+                .map(|worker| (worker.result.as_fd(), Interest::Readable)),
+        );
+        interests.extend(
+            self.setting
+                .sandboxes
+                .watched()
+                .map(|process| (process, Interest::Readable)),
+        );
+        let timeout = self
+            .setting
+            .sandboxes
+            .await_status()
+            .then_some(STATUS_INTERVAL);
+        match wait_ready(&interests, timeout) {
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => Ok(()),
+            other => other.map(drop).doing("wait for", "requests"),
+        }
+    }
+
+    fn reap_children(&mut self) -> Result<()> {
+        // An error means that there are no children.
+        while let Ok(Some((pid, status))) = reap() {
+            if self.workers.running.iter().any(|worker| worker.pid == pid) {
+                continue; // its pipe says the rest
+            }
+            if let Some(event) = self.setting.sandboxes.reaped(pid, status)? {
+                self.tell(&event)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn finish_workers(&mut self) -> Result<()> {
+        let interests: Vec<_> = self
+            .workers
+            .running
+            .iter()
+            .map(|worker| (worker.result.as_fd(), Interest::Readable))
+            .collect();
+        if interests.is_empty() {
+            return Ok(());
+        }
+        let ready = match wait_ready(&interests, Some(Duration::ZERO)) {
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => return Ok(()),
+            other => other.doing("look at", "workers")?,
+        };
+        for index in (0..ready.len()).rev().filter(|&index| ready[index]) {
+            let worker = self.workers.running.swap_remove(index);
+            self.finish(worker)?;
+        }
+        if !self
+            .workers
+            .running
+            .iter()
+            .any(|worker| matches!(worker.task, Task::Launch(_)))
+        {
+            self.setting.sandboxes.forget_unclaimed();
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, worker: Worker) -> Result<()> {
+        let report = worker.report();
+        let Worker { task, origin, .. } = worker;
+        match (task, report) {
+            (
+                Task::Launch(plan),
+                Some(Report {
+                    launched: Some(launched),
+                    ..
+                }),
+            ) => self.launched(&plan, launched, origin),
+            (Task::Launch(plan), None) => {
+                let detail = "the process that carried out the launch died".to_string();
+                let failure = LaunchFailure {
+                    step: "worker".into(),
+                    errno: None,
+                    detail,
+                };
+                self.workers
+                    .running
+                    .retain(|worker| worker.task.sandbox() != plan.sandbox);
+                self.enqueue(Task::CleanUp(clean_up(&plan), failure), origin)
+            }
+            (Task::CleanUp(_, failure), _) => self.fail(origin, &failure),
+            (
+                _,
+                Some(Report {
+                    failure: Some(failure),
+                    ..
+                }),
+            ) => self.fail(origin, &failure),
+            (Task::Destroy(_), Some(_)) => self.succeed(origin, Nothing {}),
+            (_, _) => {
+                let detail = "the process that did it died".to_string();
+                self.fail(
+                    origin,
+                    &LaunchFailure {
+                        step: "worker".into(),
+                        errno: None,
+                        detail,
+                    },
+                )
+            }
+        }
+    }
+
+    fn launched(&mut self, plan: &LaunchPlan, launched: Launched, origin: Origin) -> Result<()> {
+        let ended = self.setting.sandboxes.add(Record::new(plan, &launched))?;
+        self.succeed(origin, launched)?;
+        ended.map_or(Ok(()), |event| self.tell(&event))
+    }
+
+    fn start_workers(&mut self) -> Result<()> {
+        while let Some((task, origin)) = self.workers.next() {
+            if let Err(error) = self.start(task, origin) {
+                self.fail(origin, &error.into_failure("check"))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn start(&mut self, task: Task, origin: Origin) -> Result<()> {
+        let system = self.setting.system;
+        let plan = match &task {
+            Task::Launch(plan) => plan,
+            Task::Destroy(_) | Task::CleanUp(..) => {
+                return self
+                    .workers
+                    .start(task, origin, &self.setting.lock, |task| match task {
+                        Task::Destroy(args) | Task::CleanUp(args, _) => Report {
+                            failure: destroy(system, args).err(),
+                            ..Report::default()
+                        },
+                        Task::Launch(_) => Report::default(),
+                    })
+            }
+        };
+        if self.setting.sandboxes.contains(&plan.sandbox) {
+            return Err(Error::Refused {
+                why: format!("{} runs already", plan.sandbox),
+                errno: libc::EEXIST,
+            });
+        }
+        let mut lowers = vec![self.setting.layers.skeleton(&plan.etc_files)?];
+        for digest in &plan.lowers {
+            lowers.push(self.setting.layers.find(digest)?);
+        }
+        let filter = |name: &Option<String>| match name {
+            None => Ok(None),
+            Some(name) => match self.filters.get(name) {
+                Some(filter) => Ok(Some(filter.as_slice())),
+                None => Err(Error::Refused {
+                    why: format!("no filter {name}"),
+                    errno: libc::ENOENT,
+                }),
+            },
+        };
+        let filter_agent = filter(&plan.filter_agent)?;
+        let config = agent::config(
+            plan,
+            filter(&plan.filter_exec)?
+                .map(filter_bytes)
+                .unwrap_or_default(),
+        )?;
+        let fail_step = self.fail_step();
+        let setting = &self.setting;
+        self.workers
+            .start(task, origin, &setting.lock, move |task| {
+                let Task::Launch(plan) = task else {
+                    return Report::default();
+                };
+                let job = Job {
+                    plan,
+                    host_mounts: &setting.host_mounts,
+                    bare_mounts: &setting.bare_mounts,
+                    agent: &setting.agent.file,
+                    lowers,
+                    filter_agent,
+                    config,
+                    fail_step,
+                };
+                match launch(system, &job) {
+                    Ok(launched) => Report {
+                        launched: Some(launched),
+                        failure: None,
+                    },
+                    Err(failure) => Report {
+                        launched: None,
+                        failure: Some(failure),
+                    },
+                }
+            })
+    }
+
+    /// The step that the test hook makes fail: of the file, else of the environment.
+    fn fail_step(&self) -> Option<String> {
+        if !self.setting.test_hooks {
+            return None;
+        }
+        let file = std::fs::read_to_string(self.setting.run.join(FAIL_STEP)).ok();
+        file.or_else(|| std::env::var("DSEC_LAUNCH_FAIL_STEP").ok())
+            .map(|text| text.trim().to_string())
+    }
+
+    fn serve_requests(&mut self) -> Result<()> {
+        let ids: Vec<u64> = self
+            .connections
+            .iter()
+            .map(|connection| connection.id)
+            .collect();
+        for connection in ids {
+            for message in self.connections.receive(connection) {
+                self.request(connection, &message)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn request(&mut self, connection: u64, message: &[u8]) -> Result<()> {
+        let (request, op) = match wire::decode_head(message) {
+            Ok(head) => (head.id, head.op),
+            Err(error) => {
+                return self.fail(
+                    Origin {
+                        connection,
+                        request: 0,
+                    },
+                    &error.into_failure("request"),
+                )
+            }
+        };
+        let origin = Origin {
+            connection,
+            request,
+        };
+        let done = match op.as_str() {
+            "hello" => self.hello(origin, message),
+            "filter" => self.filter(origin, message),
+            "layer_mount" => self.layer_mount(origin, message),
+            "layer_unmount" => self.layer_unmount(origin, message),
+            "launch" => {
+                wire::decode_args(message).and_then(|plan| self.enqueue(Task::Launch(plan), origin))
+            }
+            "destroy" => wire::decode_args(message)
+                .and_then(|args| self.enqueue(Task::Destroy(args), origin)),
+            "list" => self.list(origin, message),
+            "shutdown" => wire::decode_args(message).and_then(|Nothing {}| {
+                self.stopping = true;
+                self.succeed(origin, Nothing {})
+            }),
+            op => Err(Error::Refused {
+                why: format!("no operation {op:?}"),
+                errno: libc::ENOSYS,
+            }),
+        };
+        let step = match op.as_str() {
+            "launch" | "destroy" => "check",
+            "hello" => "version",
+            op => op,
+        };
+        done.or_else(|error| self.fail(origin, &error.into_failure(step)))
+    }
+
+    fn hello(&mut self, origin: Origin, message: &[u8]) -> Result<()> {
+        let wire::HelloArgs { version } = wire::decode_args(message)?;
+        if version != LAUNCH_VERSION {
+            return Err(Error::Invalid(format!(
+                "version {version}; this launcher speaks {LAUNCH_VERSION}"
+            )));
+        }
+        let agent_digest = self.setting.agent.digest.clone();
+        let answer = wire::HelloAnswer {
+            version: LAUNCH_VERSION,
+            pid: std::process::id(),
+            agent_digest: &agent_digest,
+        };
+        self.succeed(origin, answer)
+    }
+
+    fn filter(&mut self, origin: Origin, message: &[u8]) -> Result<()> {
+        let wire::FilterArgs { name, spec } = wire::decode_args(message)?;
+        check_name(&name)?;
+        if !self.filters.contains_key(&name) {
+            if self.filters.len() == FILTERS_MAX {
+                let why = format!("{FILTERS_MAX} filters are kept already");
+                return Err(Error::Refused {
+                    why,
+                    errno: libc::ENOSPC,
+                });
+            }
+            self.filters.insert(name, compile(&spec)?);
+        }
+        self.succeed(origin, Nothing {})
+    }
+
+    fn layer_mount(&mut self, origin: Origin, message: &[u8]) -> Result<()> {
+        self.setting.layers.mount(&wire::decode_args(message)?)?;
+        self.succeed(origin, Nothing {})
+    }
+
+    fn layer_unmount(&mut self, origin: Origin, message: &[u8]) -> Result<()> {
+        let wire::LayerRef { digest } = wire::decode_args(message)?;
+        // The kernel would not mind, since an overlay has copies of its own; but mounting the layer again would be a second
+        // superblock, with a page cache of its own.
+        if self.setting.sandboxes.uses_layer(&digest)
+            || self.workers.lowers().any(|lower| *lower == digest)
+        {
+            return Err(Error::Refused {
+                why: format!("layer {digest} is in use"),
+                errno: libc::EBUSY,
+            });
+        }
+        self.setting.layers.unmount(&digest)?;
+        self.succeed(origin, Nothing {})
+    }
+
+    fn list(&mut self, origin: Origin, message: &[u8]) -> Result<()> {
+        let Nothing {} = wire::decode_args(message)?;
+        let listed = wire::Listed {
+            sandboxes: self.setting.sandboxes.list(),
+            layers: self.setting.layers.list()?,
+            filters: self.filters.keys().cloned().collect(),
+        };
+        self.succeed(origin, listed)
+    }
+
+    fn enqueue(&mut self, task: Task, origin: Origin) -> Result<()> {
+        check_name(task.sandbox())?;
+        self.workers.add(task, origin)
+    }
+
+    fn succeed<T: Serialize>(&mut self, origin: Origin, ok: T) -> Result<()> {
+        let message = wire::encode_ok(origin.request, ok)?;
+        self.connections.reply(origin.connection, message);
+        Ok(())
+    }
+
+    fn fail(&mut self, origin: Origin, failure: &LaunchFailure) -> Result<()> {
+        let message = wire::encode_error(origin.request, failure)?;
+        self.connections.reply(origin.connection, message);
+        Ok(())
+    }
+
+    fn tell(&mut self, event: &ExitEvent) -> Result<()> {
+        self.connections.event(wire::encode_event(event)?);
+        Ok(())
+    }
+}
+
+/// What removes all that a launch may have made. The state directory stays: what was in it before is not known any more.
+fn clean_up(plan: &LaunchPlan) -> DestroyArgs {
+    DestroyArgs {
+        sandbox: plan.sandbox.clone(),
+        directory: Some(plan.directory.clone()),
+        remove_directory: false,
+        socket: Some(plan.socket.clone()),
+        cgroup2: plan.cgroup2.clone(),
+        cgroup1: plan.cgroup1.clone(),
+        ..DestroyArgs::default()
+    }
+}

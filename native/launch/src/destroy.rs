@@ -1,0 +1,138 @@
+//! Ending a sandbox and removing what it has on the host, from a record alone.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::error::{Doing, Error, Result};
+use crate::process;
+use crate::steps::check::{check_name, check_path};
+use crate::steps::state::DISK;
+use crate::system::System;
+use crate::undo::remove_cgroup;
+use crate::wire::{DestroyArgs, LaunchFailure};
+
+/// How long the kernel may take to end everything. Freeing much memory takes a while.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Kills everything of the sandbox, waits for it, removes cgroups, socket, tmpfs and, if asked, the directory. What is not
+/// there is no error; the first thing that fails ends it, and it can be asked again.
+pub fn destroy(system: &dyn System, args: &DestroyArgs) -> std::result::Result<(), LaunchFailure> {
+    check(args).map_err(|error| error.into_failure("check"))?;
+    kill(system, args).map_err(|error| error.into_failure("kill"))?;
+    remove_cgroups(system, args).map_err(|error| error.into_failure("cgroups"))?;
+    remove_files(system, args).map_err(|error| error.into_failure("directories"))
+}
+
+fn check(args: &DestroyArgs) -> Result<()> {
+    check_name(&args.sandbox)?;
+    let paths = args
+        .directory
+        .iter()
+        .chain(&args.socket)
+        .chain(&args.cgroup2)
+        .chain(args.cgroup1.values());
+    paths.into_iter().try_for_each(|path| {
+        check_path(path)?;
+        match Path::new(path).components().count() {
+            // A record with a hole in it must not empty the root or a whole hierarchy.
+            0..=2 => Err(Error::Invalid(format!("{path:?} is not a sandbox's own"))),
+            _ => Ok(()),
+        }
+    })
+}
+
+fn kill(system: &dyn System, args: &DestroyArgs) -> Result<()> {
+    let process = match (args.pid, args.start_ticks) {
+        (Some(pid), Some(start_ticks)) if pid > 1 => process::find(pid, start_ticks),
+        _ => None,
+    };
+    if let Some(path) = args.cgroup2.as_deref().map(Path::new) {
+        kill_cgroup(system, path)?;
+    }
+    if let Some(process) = process {
+        // The first process of a pid namespace takes all others of it along, and ends after them.
+        match system.kill(process.as_fd()) {
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
+            other => other.doing("kill", &args.sandbox)?,
+        }
+        system
+            .wait_readable(process.as_fd(), PATIENCE)
+            .doing("wait for the end of", &args.sandbox)?;
+    }
+    args.cgroup2
+        .as_deref()
+        .map_or(Ok(()), |path| wait_empty(system, Path::new(path)))
+}
+
+fn kill_cgroup(system: &dyn System, path: &Path) -> Result<()> {
+    let file = path.join("cgroup.kill");
+    match system.write_file(&file, b"1") {
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
+        other => other.doing_to("write to", &file),
+    }
+}
+
+fn wait_empty(system: &dyn System, path: &Path) -> Result<()> {
+    let events = path.join("cgroup.events");
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let text = match system.read_file(&events) {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV)) => {
+                return Ok(())
+            }
+            other => other.doing_to("read", &events)?,
+        };
+        if text
+            .split(|&byte| byte == b'\n')
+            .any(|line| line == b"populated 0")
+        {
+            return Ok(());
+        }
+        if Instant::now() > deadline {
+            return Err(io::Error::from_raw_os_error(libc::ETIMEDOUT))
+                .doing_to("wait for the end of all in", path);
+        }
+        // Something may have been born between the kill and its effect.
+        kill_cgroup(system, path)?;
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn remove_cgroups(system: &dyn System, args: &DestroyArgs) -> Result<()> {
+    for path in args.cgroup1.values().chain(&args.cgroup2) {
+        remove_cgroup_tree(system, Path::new(path))?;
+    }
+    Ok(())
+}
+
+/// Bottom up; commands may have made cgroups below `work/`, at any depth that the kernel allows.
+fn remove_cgroup_tree(system: &dyn System, path: &Path) -> Result<()> {
+    for below in system.directories_in(path).doing_to("list", path)? {
+        remove_cgroup_tree(system, &below)?;
+    }
+    remove_cgroup(system, path).doing_to("remove", path)
+}
+
+fn remove_files(system: &dyn System, args: &DestroyArgs) -> Result<()> {
+    let gone = |result: io::Result<()>| match result {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR)) => Ok(()),
+        other => other,
+    };
+    if let Some(path) = args.socket.as_deref().map(Path::new) {
+        gone(system.remove_file(path)).doing_to("remove", path)?;
+    }
+    let Some(directory) = args.directory.as_deref().map(PathBuf::from) else {
+        return Ok(());
+    };
+    let disk = directory.join(DISK);
+    match system.detach_at(&disk) {
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {} // a plain directory
+        other => gone(other).doing_to("unmount", &disk)?,
+    }
+    match args.remove_directory {
+        true => gone(system.remove_tree(&directory)).doing_to("remove", &directory),
+        false => Ok(()),
+    }
+}

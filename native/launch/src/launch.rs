@@ -1,0 +1,252 @@
+//! One launch, from plan to agent, in a process of its own: all or nothing.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use dsec_sys::namespaces::{Clone, Side, NEW_PID, NEW_USER};
+
+use crate::error::{Doing, Error, Result};
+use crate::process::{self, ProcessStat};
+use crate::steps::cgroups::{self, Cgroups};
+use crate::steps::check::{check, IDS_PER_SANDBOX};
+use crate::steps::inside::{self, Inside};
+use crate::steps::{root, state, Clock, Job, Step};
+use crate::system::System;
+use crate::undo::{Made, Undo};
+use crate::wire::{LaunchFailure, Launched};
+
+/// How long a new process may take for its own steps. Far more than it ever needs: this only ends a hang.
+const INSIDE_MAX: Duration = Duration::from_secs(30);
+
+/// Carries the plan out. When it fails, everything that was made is taken back first.
+pub fn launch(system: &dyn System, job: &Job) -> std::result::Result<Launched, LaunchFailure> {
+    let began = Instant::now();
+    let mut clock = Clock::start(job.fail_step.clone());
+    let mut undo = Undo::default();
+    match carry_out(system, job, &mut clock, &mut undo) {
+        Ok(mut launched) => {
+            undo.keep();
+            launched
+                .steps_us
+                .insert("total".into(), began.elapsed().as_micros() as u64);
+            Ok(launched)
+        }
+        Err(error) => {
+            let mut failure = error.into_failure(clock.step().name());
+            let left = roll_back(system, job, &mut undo);
+            if !left.is_empty() {
+                failure.detail = format!("{}; left behind: {}", failure.detail, left.join(", "));
+            }
+            Err(failure)
+        }
+    }
+}
+
+/// Takes everything back from where and as who it was made.
+fn roll_back(system: &dyn System, job: &Job, undo: &mut Undo) -> Vec<String> {
+    let mut left = Vec::new();
+    let back = system
+        .act_as(0)
+        .and_then(|()| system.enter_mounts(job.host_mounts.as_fd()));
+    left.extend(back.err().map(|error| format!("way back: {error}")));
+    left.extend(undo.roll_back(system));
+    left
+}
+
+fn carry_out(
+    system: &dyn System,
+    job: &Job,
+    clock: &mut Clock,
+    undo: &mut Undo,
+) -> Result<Launched> {
+    let plan = job.plan;
+    clock.begin(Step::Check)?;
+    check(plan)?;
+    clock.begin(Step::Cgroups)?;
+    let cgroups = cgroups::make(system, plan, undo)?;
+    clock.begin(Step::Directories)?;
+    let holder = state::make(system, plan, undo)?;
+    clock.begin(Step::Socket)?;
+    let socket = state::listen(system, plan, undo)?;
+
+    clock.begin(Step::Clone)?;
+    let parts = root::collect(system, job, &holder)?;
+    leave_host(system, job)?;
+    let mut child = clone(system, job, &cgroups, &socket, undo)?;
+    drop(socket);
+    let built = build(system, job, clock, &cgroups, parts, &child);
+    // A process that has failed on its own says why better than we, who only see that it no longer listens.
+    let said = match built {
+        Ok(()) => {
+            clock.begin(Step::Agent)?;
+            listen_to(system, &mut child)?
+        }
+        Err(error) => return Err(own_failure(system, &mut child).unwrap_or(error)),
+    };
+    if let Some(failure) = said.failure {
+        return Err(failure);
+    }
+    let stat = running(system, &child)?;
+    clock.end();
+    let mut steps_us: std::collections::BTreeMap<String, u64> = clock
+        .spent_us
+        .iter()
+        .map(|(name, &spent)| (name.to_string(), spent))
+        .collect();
+    for (step, spent) in said
+        .times
+        .into_iter()
+        .filter(|(step, _)| *step != Step::Check)
+    {
+        steps_us.insert(step.name().into(), spent);
+    }
+    Ok(Launched {
+        pid: child.pid,
+        start_ticks: stat.start_ticks,
+        cgroup_id: cgroups.inode,
+        steps_us,
+    })
+}
+
+/// Into a mount namespace of this launch alone, and into the sandbox's range: as its owner everything from here on is made,
+/// and limits that the kernel keeps by user are the sandbox's own (ruling 14).
+fn leave_host(system: &dyn System, job: &Job) -> Result<()> {
+    system
+        .enter_mounts(job.bare_mounts.as_fd())
+        .doing("enter", "the bare mount namespace")?;
+    system
+        .unshare(dsec_sys::namespaces::NEW_MOUNT)
+        .doing("make", "a mount namespace")?;
+    system
+        .act_as(job.plan.id_base)
+        .doing("act as", job.plan.id_base)
+}
+
+/// The new process, as seen from here.
+struct Child {
+    pid: i32,
+    process: OwnedFd,
+    go: OwnedFd,
+    report: OwnedFd,
+}
+
+fn clone(
+    system: &dyn System,
+    job: &Job,
+    cgroups: &Cgroups,
+    socket: &OwnedFd,
+    undo: &mut Undo,
+) -> Result<Child> {
+    let (go_read, go_write) = system.pipe().doing("make", "a pipe")?;
+    let (report_read, report_write) = system.pipe().doing("make", "a pipe")?;
+    let how = Clone {
+        namespaces: NEW_USER | NEW_PID,
+        cgroup: cgroups.directory.as_ref().map(|fd| fd.as_fd()),
+        sibling: true, // a child of the daemon, which outlives this process
+    };
+    match system.clone(&how).doing("clone", "the new process")? {
+        Side::Child => {
+            drop((go_write, report_read));
+            let agent_procs = cgroups.agent_procs.as_ref();
+            let cgroup = cgroups.directory.as_ref();
+            inside::run(
+                system,
+                Inside {
+                    job,
+                    go: go_read,
+                    report: report_write,
+                    agent_procs,
+                    socket,
+                    cgroup,
+                },
+            )
+        }
+        Side::Parent { pid, pidfd } => {
+            let process = pidfd.try_clone().doing("duplicate", "a descriptor")?;
+            undo.add(Made::Process(pidfd));
+            Ok(Child {
+                pid,
+                process,
+                go: go_write,
+                report: report_read,
+            })
+        }
+    }
+}
+
+/// What is done from outside while the new process makes its namespaces: its ids and cgroups first, then its tree.
+fn build(
+    system: &dyn System,
+    job: &Job,
+    clock: &mut Clock,
+    cgroups: &Cgroups,
+    parts: root::Parts,
+    child: &Child,
+) -> Result<()> {
+    clock.begin(Step::CgroupsV1)?;
+    cgroups::join_v1(system, cgroups, child.pid)?;
+    clock.begin(Step::Maps)?;
+    let map = format!("0 {} {IDS_PER_SANDBOX}", job.plan.id_base);
+    for name in ["uid_map", "gid_map"] {
+        let path = PathBuf::from(format!("/proc/{}/{name}", child.pid));
+        system
+            .write_file(&path, map.as_bytes())
+            .doing_to("write to", &path)?;
+    }
+    let users = root::users_of(system, child.pid)?;
+    system
+        .write(child.go.as_fd(), b"m")
+        .doing("start", "the new process")?;
+
+    clock.begin(Step::Overlay)?;
+    let tree = root::overlay(system, parts, &users)?;
+    clock.begin(Step::Binds)?;
+    root::scratch(system, job.plan, &tree)?;
+    root::binds(system, job.plan, &tree)?;
+    clock.begin(Step::Etc)?;
+    root::etc(system, job.plan, &tree)?;
+    system
+        .write(child.go.as_fd(), b"r")
+        .doing("start", "the new process")?;
+    Ok(())
+}
+
+/// Everything that the new process says until its end of the pipe is closed: by success, or by its end.
+fn listen_to(system: &dyn System, child: &mut Child) -> Result<inside::Said> {
+    let deadline = Instant::now() + INSIDE_MAX;
+    let mut bytes = Vec::new();
+    loop {
+        let rest = deadline.saturating_duration_since(Instant::now());
+        system
+            .wait_readable(child.report.as_fd(), rest)
+            .doing("wait for", "the new process")?;
+        let mut part = [0; 1024];
+        match system
+            .read(child.report.as_fd(), &mut part)
+            .doing("listen to", "the new process")?
+        {
+            0 => return Ok(inside::decode(&bytes)),
+            length => bytes.extend_from_slice(&part[..length]),
+        }
+    }
+}
+
+/// Why the new process failed, if it did so on its own. It is ended first: then its report is complete.
+fn own_failure(system: &dyn System, child: &mut Child) -> Option<Error> {
+    // It may have ended already, which is what we want to learn.
+    let _ = system.kill(child.process.as_fd());
+    listen_to(system, child).ok()?.failure
+}
+
+/// The facts of the process, which must be the agent by now: an end looks like success from the pipe alone.
+fn running(system: &dyn System, child: &Child) -> Result<ProcessStat> {
+    let path = process::stat_path(child.pid);
+    let text = system.read_file(&path).doing_to("read", &path)?;
+    let stat = process::parse_stat(&text)
+        .ok_or_else(|| Error::Invalid(format!("{}: not understood", path.display())))?;
+    match stat.exiting {
+        false => Ok(stat),
+        true => Err(Error::Vanished),
+    }
+}

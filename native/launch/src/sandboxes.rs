@@ -1,0 +1,194 @@
+//! The sandboxes that run, and how their ends are noticed.
+
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use dsec_sys::namespaces::exit_status;
+
+use crate::error::Result;
+use crate::process;
+use crate::records::{Record, Records};
+use crate::wire::{ExitEvent, ListedSandbox};
+
+/// How long the kernel may take to tell the status of a process that somebody else reaps.
+const STATUS_PATIENCE: Duration = Duration::from_secs(5);
+/// The status of an end that nobody saw.
+pub const STATUS_UNKNOWN: i32 = -1;
+
+struct Sandbox {
+    record: Record,
+    /// Of an agent that an earlier daemon started: not our child, so it is watched instead of reaped.
+    adopted: Option<Adopted>,
+}
+
+struct Adopted {
+    process: OwnedFd,
+    ended_at: Option<Instant>,
+}
+
+pub struct Sandboxes {
+    records: Records,
+    running: BTreeMap<String, Sandbox>,
+    by_pid: HashMap<i32, String>,
+    /// Children that ended before the worker that made them had reported.
+    unclaimed: HashMap<i32, i32>,
+}
+
+impl Sandboxes {
+    /// Takes over what an earlier daemon has left. Also returns the ends that it missed.
+    pub fn adopt(records: Records) -> Result<(Sandboxes, Vec<ExitEvent>)> {
+        let mut sandboxes = Sandboxes {
+            records,
+            running: BTreeMap::new(),
+            by_pid: HashMap::new(),
+            unclaimed: HashMap::new(),
+        };
+        let mut events = Vec::new();
+        for record in sandboxes.records.read_all()? {
+            match process::find(record.pid, record.start_ticks) {
+                Some(process) => {
+                    let adopted = Some(Adopted {
+                        process,
+                        ended_at: None,
+                    });
+                    sandboxes
+                        .running
+                        .insert(record.sandbox.clone(), Sandbox { record, adopted });
+                }
+                None => {
+                    events.push(event(&record, STATUS_UNKNOWN));
+                    sandboxes.records.remove(&record.sandbox)?;
+                }
+            }
+        }
+        Ok((sandboxes, events))
+    }
+
+    pub fn contains(&self, sandbox: &str) -> bool {
+        self.running.contains_key(sandbox)
+    }
+
+    pub fn uses_layer(&self, digest: &str) -> bool {
+        self.running
+            .values()
+            .any(|sandbox| sandbox.record.lowers.iter().any(|lower| lower == digest))
+    }
+
+    pub fn list(&self) -> Vec<ListedSandbox> {
+        let listed = |sandbox: &Sandbox| ListedSandbox {
+            sandbox: sandbox.record.sandbox.clone(),
+            pid: sandbox.record.pid,
+            start_ticks: sandbox.record.start_ticks,
+        };
+        self.running.values().map(listed).collect()
+    }
+
+    /// A launch has succeeded. Its end is returned if it has come already.
+    pub fn add(&mut self, record: Record) -> Result<Option<ExitEvent>> {
+        if let Some(status) = self.unclaimed.remove(&record.pid) {
+            // Unless the number was another's before.
+            if process::find(record.pid, record.start_ticks).is_none() {
+                return Ok(Some(event(&record, status)));
+            }
+        }
+        self.records.write(&record)?;
+        self.by_pid.insert(record.pid, record.sandbox.clone());
+        self.running.insert(
+            record.sandbox.clone(),
+            Sandbox {
+                record,
+                adopted: None,
+            },
+        );
+        Ok(None)
+    }
+
+    /// A child has been reaped that is no worker: the agent of a sandbox, or of one whose launch is not reported yet.
+    pub fn reaped(&mut self, pid: i32, status: i32) -> Result<Option<ExitEvent>> {
+        match self
+            .by_pid
+            .remove(&pid)
+            .and_then(|name| self.running.remove(&name))
+        {
+            Some(sandbox) => {
+                self.records.remove(&sandbox.record.sandbox)?;
+                Ok(Some(event(&sandbox.record, status)))
+            }
+            None => {
+                self.unclaimed.insert(pid, status);
+                Ok(None)
+            }
+        }
+    }
+
+    /// No launch is in progress: children that nobody has claimed belong to failed ones.
+    pub fn forget_unclaimed(&mut self) {
+        self.unclaimed.clear();
+    }
+
+    /// Agents that must be watched.
+    pub fn watched(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let adopted = self
+            .running
+            .values()
+            .filter_map(|sandbox| sandbox.adopted.as_ref());
+        adopted
+            .filter(|adopted| adopted.ended_at.is_none())
+            .map(|adopted| adopted.process.as_fd())
+    }
+
+    /// True while the status of an ended one is awaited.
+    pub fn await_status(&self) -> bool {
+        self.running
+            .values()
+            .filter_map(|sandbox| sandbox.adopted.as_ref())
+            .any(|adopted| adopted.ended_at.is_some())
+    }
+
+    /// The ends among those that are watched.
+    pub fn ended(&mut self) -> Result<Vec<ExitEvent>> {
+        let now = Instant::now();
+        let mut events = Vec::new();
+        for sandbox in self.running.values_mut() {
+            let Sandbox {
+                record,
+                adopted: Some(adopted),
+            } = sandbox
+            else {
+                continue;
+            };
+            if process::find(record.pid, record.start_ticks).is_some_and(|_| !is_ending(record.pid))
+            {
+                continue;
+            }
+            let ended_at = *adopted.ended_at.get_or_insert(now);
+            match exit_status(adopted.process.as_fd()) {
+                Some(status) => events.push(event(record, status)),
+                None if now - ended_at > STATUS_PATIENCE => {
+                    events.push(event(record, STATUS_UNKNOWN))
+                }
+                None => {}
+            }
+        }
+        for event in &events {
+            self.running.remove(&event.sandbox);
+            self.records.remove(&event.sandbox)?;
+        }
+        Ok(events)
+    }
+}
+
+fn is_ending(pid: i32) -> bool {
+    let text = std::fs::read(process::stat_path(pid)).unwrap_or_default();
+    process::parse_stat(&text).is_none_or(|stat| stat.exiting)
+}
+
+fn event(record: &Record, status: i32) -> ExitEvent {
+    ExitEvent {
+        sandbox: record.sandbox.clone(),
+        pid: record.pid,
+        status,
+        oom_kills: record.oom_kills(),
+    }
+}

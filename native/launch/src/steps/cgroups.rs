@@ -1,0 +1,128 @@
+//! Steps `cgroups` and `cgroups_v1`: where the sandbox is counted and limited.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use crate::error::{Doing, Error, Result};
+use crate::system::{Access, System};
+use crate::undo::{Made, Undo};
+use crate::wire::LaunchPlan;
+
+/// Files whose owner may make cgroups below, and move processes there, but change no limit.
+const DELEGATED: [&str; 3] = ["cgroup.procs", "cgroup.threads", "cgroup.subtree_control"];
+/// These two come before all others of their controller: nothing can join a cpuset without them.
+const FIRST: [&str; 2] = ["cpuset.cpus", "cpuset.mems"];
+
+/// The cgroups of a sandbox, opened as far as later steps need them. Whether a write is allowed was settled at opening, so
+/// the child may use them after it has given up its rights.
+pub struct Cgroups {
+    /// The sandbox's own directory, opened for reading: what the agent gets.
+    pub directory: Option<OwnedFd>,
+    pub inode: u64,
+    /// `cgroup.procs` of `agent/`, opened for writing.
+    pub agent_procs: Option<OwnedFd>,
+    /// `cgroup.procs` of each version 1 directory.
+    pub v1_procs: Vec<(PathBuf, OwnedFd)>,
+}
+
+pub fn make(system: &dyn System, plan: &LaunchPlan, undo: &mut Undo) -> Result<Cgroups> {
+    let mut cgroups = Cgroups {
+        directory: None,
+        inode: 0,
+        agent_procs: None,
+        v1_procs: Vec::new(),
+    };
+    if let Some(path) = &plan.cgroup2 {
+        make_v2(system, plan, Path::new(path), undo, &mut cgroups)?;
+    }
+    for (controller, path) in &plan.cgroup1 {
+        let path = Path::new(path);
+        make_directory(system, path, undo)?;
+        if let Some(files) = plan.cgroup1_files.get(controller) {
+            let (first, rest): (Vec<_>, Vec<_>) = files
+                .iter()
+                .partition(|(name, _)| FIRST.contains(&name.as_str()));
+            first
+                .into_iter()
+                .chain(rest)
+                .try_for_each(|(name, value)| set(system, path, name, value))?;
+        }
+        let procs = path.join("cgroup.procs");
+        let file = system
+            .open(&procs, Access::Write)
+            .doing_to("open", &procs)?;
+        cgroups.v1_procs.push((procs, file));
+    }
+    Ok(cgroups)
+}
+
+fn make_v2(
+    system: &dyn System,
+    plan: &LaunchPlan,
+    path: &Path,
+    undo: &mut Undo,
+    cgroups: &mut Cgroups,
+) -> Result<()> {
+    let (agent, work) = (path.join("agent"), path.join("work"));
+    for directory in [path, &agent, &work] {
+        make_directory(system, directory, undo)?;
+    }
+    plan.cgroup2_files
+        .iter()
+        .try_for_each(|(name, value)| set(system, path, name, value))?;
+    for directory in [path, &work] {
+        system
+            .change_owner(directory, plan.id_base)
+            .doing_to("change owner of", directory)?;
+        for file in DELEGATED.map(|name| directory.join(name)) {
+            system
+                .change_owner(&file, plan.id_base)
+                .doing_to("change owner of", &file)?;
+        }
+    }
+    let procs = agent.join("cgroup.procs");
+    cgroups.agent_procs = Some(
+        system
+            .open(&procs, Access::Write)
+            .doing_to("open", &procs)?,
+    );
+    let directory = system
+        .open(path, Access::Directory)
+        .doing_to("open", path)?;
+    cgroups.inode = system.inode(directory.as_fd()).doing_to("stat", path)?;
+    cgroups.directory = Some(directory);
+    Ok(())
+}
+
+fn make_directory(system: &dyn System, path: &Path, undo: &mut Undo) -> Result<()> {
+    system.make_dir(path, 0o755).doing_to("make", path)?;
+    undo.add(Made::Cgroup(path.to_path_buf()));
+    Ok(())
+}
+
+fn set(system: &dyn System, directory: &Path, name: &str, value: &str) -> Result<()> {
+    // One write a line: some files take a single rule at a time (devices.allow, io.max).
+    value
+        .split('\n')
+        .filter(|line| !line.is_empty())
+        .try_for_each(|line| {
+            let path = directory.join(name);
+            system
+                .write_file(&path, line.as_bytes())
+                .map_err(|source| Error::Call {
+                    doing: "write to",
+                    on: format!("{} the value {line:?}", path.display()),
+                    source,
+                })
+        })
+}
+
+/// Puts the process `pid` into every version 1 cgroup.
+pub fn join_v1(system: &dyn System, cgroups: &Cgroups, pid: i32) -> Result<()> {
+    let pid = pid.to_string();
+    cgroups.v1_procs.iter().try_for_each(|(path, file)| {
+        system
+            .write(file.as_fd(), pid.as_bytes())
+            .doing_to("write to", path)
+    })
+}

@@ -1,0 +1,210 @@
+//! Step `check`: the plan makes sense by itself. Nothing has been touched yet.
+
+use std::path::{Component, Path};
+
+use crate::error::{Error, Result};
+use crate::wire::{LaunchPlan, LAUNCH_VERSION};
+
+pub const IDS_PER_SANDBOX: u32 = 65_536;
+const ID_BASE_MIN: u32 = 65_536;
+const LOWERS_MAX: usize = 64;
+const BINDS_MAX: usize = 256;
+const PATHS_MAX: usize = 256;
+const ETC_FILES_MAX: usize = 64;
+const ETC_BYTES_MAX: usize = 64 * 1024;
+const NAME_BYTES_MAX: usize = 128;
+/// What the launcher itself mounts there cannot be bound over.
+const OWN_DIRECTORIES: [&str; 3] = ["/proc", "/sys", "/dev"];
+
+pub fn check(plan: &LaunchPlan) -> Result<()> {
+    require(plan.version == LAUNCH_VERSION, || {
+        format!("plan version {}, not {LAUNCH_VERSION}", plan.version)
+    })?;
+    check_name(&plan.sandbox)?;
+    let base = plan.id_base;
+    let in_range =
+        base >= ID_BASE_MIN && base % IDS_PER_SANDBOX == 0 && base <= u32::MAX - IDS_PER_SANDBOX;
+    require(in_range, || {
+        format!("id base {base} is not a multiple of {IDS_PER_SANDBOX} above the host's own ids")
+    })?;
+    require(plan.lowers.len() <= LOWERS_MAX, || {
+        format!("{} layers, {LOWERS_MAX} at most", plan.lowers.len())
+    })?;
+    require((1..=64).contains(&plan.hostname.len()), || {
+        "a host name has 1 to 64 bytes".into()
+    })?;
+    check_paths(plan)?;
+    check_inside(plan)?;
+    check_limits(plan)
+}
+
+/// A name that is also a file name: of a sandbox, or the digest of a layer.
+pub fn check_name(name: &str) -> Result<()> {
+    let good = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.' | b':');
+    let shaped = (1..=NAME_BYTES_MAX).contains(&name.len())
+        && name.bytes().all(good)
+        && !name.starts_with('.');
+    require(shaped, || format!("bad name {name:?}"))
+}
+
+/// An absolute path in its shortest form, on the host or in the sandbox.
+pub fn check_path(path: &str) -> Result<()> {
+    let plain = |part: Component| matches!(part, Component::RootDir | Component::Normal(_));
+    let shortest =
+        path.len() == 1 || !(path.ends_with('/') || path.contains("//") || path.contains("/./"));
+    let good = path.starts_with('/')
+        && path.len() < 4096
+        && !path.contains('\0')
+        && shortest
+        && !path.ends_with("/.");
+    require(good && Path::new(path).components().all(plain), || {
+        format!("not a plain absolute path: {path:?}")
+    })
+}
+
+fn check_paths(plan: &LaunchPlan) -> Result<()> {
+    check_path(&plan.directory)?;
+    check_path(&plan.socket)?;
+    require(plan.directory.len() > 1, || {
+        "the state directory cannot be /".into()
+    })?;
+    plan.cgroup2
+        .iter()
+        .chain(plan.cgroup1.values())
+        .try_for_each(|path| check_path(path))?;
+    require(
+        plan.cgroup2.is_some() || plan.cgroup2_files.is_empty(),
+        || "cgroup2_files without cgroup2".into(),
+    )?;
+    let files = plan
+        .cgroup2_files
+        .keys()
+        .chain(plan.cgroup1_files.values().flat_map(|files| files.keys()));
+    files.cloned().try_for_each(|name| check_name(&name))?;
+    let unknown = plan
+        .cgroup1_files
+        .keys()
+        .find(|controller| !plan.cgroup1.contains_key(*controller));
+    require(unknown.is_none(), || {
+        format!("files for controller {unknown:?}, which has no directory")
+    })
+}
+
+fn check_inside(plan: &LaunchPlan) -> Result<()> {
+    require(plan.binds.len() <= BINDS_MAX, || {
+        format!("more than {BINDS_MAX} binds")
+    })?;
+    for bind in &plan.binds {
+        check_path(&bind.path)?;
+        let path = Path::new(&bind.path);
+        require(bind.path.len() > 1, || {
+            "the root itself cannot be bound".into()
+        })?;
+        let own = OWN_DIRECTORIES.iter().find(|own| path.starts_with(own));
+        require(own.is_none(), || {
+            format!("bind {path:?} lies where the launcher mounts by itself")
+        })?;
+    }
+    require(plan.etc_files.len() <= ETC_FILES_MAX, || {
+        format!("more than {ETC_FILES_MAX} files for /etc")
+    })?;
+    for file in &plan.etc_files {
+        check_path(&file.path)?;
+        require(file.path.starts_with("/etc/"), || {
+            format!("{:?} is not below /etc", file.path)
+        })?;
+    }
+    let bytes: usize = plan.etc_files.iter().map(|file| file.content.len()).sum();
+    require(bytes <= ETC_BYTES_MAX, || {
+        format!("files for /etc of {bytes} bytes, {ETC_BYTES_MAX} at most")
+    })?;
+    require(
+        plan.masks.len() + plan.readonly_proc.len() <= PATHS_MAX,
+        || format!("more than {PATHS_MAX} masks"),
+    )?;
+    for path in &plan.masks {
+        check_path(path)?;
+        let kernel = path.starts_with("/proc/") || path.starts_with("/sys/");
+        require(kernel, || {
+            format!("mask {path:?} is below neither /proc nor /sys")
+        })?;
+    }
+    for path in &plan.readonly_proc {
+        check_path(path)?;
+        require(path.starts_with("/proc/"), || {
+            format!("{path:?} is not below /proc")
+        })?;
+    }
+    Ok(())
+}
+
+fn check_limits(plan: &LaunchPlan) -> Result<()> {
+    for (name, values) in &plan.rlimits {
+        require(dsec_sys::identity::resource(name).is_some(), || {
+            format!("no resource limit {name:?}")
+        })?;
+        require(values.len() == 2 && values[0] <= values[1], || {
+            format!("limit {name} is not [soft, hard]")
+        })?;
+    }
+    for name in plan.sysctls.keys() {
+        let good =
+            |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.' | b'/');
+        let plain = name.bytes().all(good) && !name.starts_with(['.', '/']) && !name.contains("..");
+        require(plain && !name.is_empty(), || {
+            format!("bad name of a kernel setting: {name:?}")
+        })?;
+    }
+    Ok(())
+}
+
+fn require(condition: bool, message: impl FnOnce() -> String) -> Result<()> {
+    match condition {
+        true => Ok(()),
+        false => Err(Error::Invalid(message())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::plan;
+
+    #[test]
+    fn a_sane_plan_passes() {
+        check(&plan()).unwrap();
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        let spoil: Vec<fn(&mut LaunchPlan)> = vec![
+            |plan| plan.version = 2,
+            |plan| plan.sandbox = "../x".into(),
+            |plan| plan.id_base = 0,
+            |plan| plan.id_base = 100_000,
+            |plan| plan.id_base = u32::MAX - 65_535,
+            |plan| plan.lowers = vec!["a".into(); 65],
+            |plan| plan.hostname = String::new(),
+            |plan| plan.directory = "relative".into(),
+            |plan| plan.directory = "/".into(),
+            |plan| plan.socket = "/run/../etc/x".into(),
+            |plan| plan.socket = "/run/./x".into(),
+            |plan| plan.cgroup2 = Some("/sys//x".into()),
+            |plan| plan.cgroup2_files = [("../memory.max".to_string(), "1".to_string())].into(),
+            |plan| plan.cgroup1_files = [("devices".to_string(), Default::default())].into(),
+            |plan| plan.binds[0].path = "/proc/1".into(),
+            |plan| plan.binds[0].path = "/".into(),
+            |plan| plan.etc_files[0].path = "/usr/x".into(),
+            |plan| plan.masks = vec!["/etc/passwd".into()],
+            |plan| plan.readonly_proc = vec!["/sys/x".into()],
+            |plan| plan.rlimits = [("nofiles".to_string(), vec![1, 1])].into(),
+            |plan| plan.rlimits = [("nofile".to_string(), vec![2, 1])].into(),
+            |plan| plan.sysctls = [("../x".to_string(), "1".to_string())].into(),
+        ];
+        for (index, spoil) in spoil.iter().enumerate() {
+            let mut plan = plan();
+            spoil(&mut plan);
+            assert!(check(&plan).is_err(), "case {index}");
+        }
+    }
+}

@@ -1,0 +1,393 @@
+//! The steps that the new process takes itself, from its first instruction to the agent's.
+
+use std::ffi::CStr;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use dsec_sys::identity::{resource, CapabilitySets};
+use dsec_sys::mounts::attr;
+use dsec_sys::namespaces::{exit_now, NEW_CGROUP, NEW_IPC, NEW_MOUNT, NEW_NET, NEW_UTS};
+
+use crate::error::{Doing, Error, Result};
+use crate::steps::check::IDS_PER_SANDBOX;
+use crate::steps::{root, Clock, Job, Step};
+use crate::system::{c_text, Access, MountOption, System};
+
+/// The agent runs under this id, so that root inside has no more rights over it than over a stranger (ruling 9).
+const AGENT_ID: u32 = IDS_PER_SANDBOX - 1;
+const CAP_SYS_ADMIN: u64 = 1 << 21;
+const KERNEL_MOUNT: u64 = attr::NO_SUID | attr::NO_DEVICES | attr::NO_EXEC;
+
+/// What the new process has been given.
+pub struct Inside<'a> {
+    pub job: &'a Job<'a>,
+    /// A byte comes each time when it may go on; the end of file means that its maker has gone.
+    pub go: OwnedFd,
+    /// Takes times and failures; closed by the execve that succeeds.
+    pub report: OwnedFd,
+    pub agent_procs: Option<&'a OwnedFd>,
+    pub socket: &'a OwnedFd,
+    pub cgroup: Option<&'a OwnedFd>,
+}
+
+/// Becomes the agent, or reports why not and ends.
+pub fn run(system: &dyn System, inside: Inside) -> ! {
+    let mut clock = Clock::start(inside.job.fail_step.clone());
+    let error = become_agent(system, &inside, &mut clock);
+    let step = clock.step();
+    // If nobody reads it any more there is nobody to tell.
+    let _ = system.write(inside.report.as_fd(), &encode_failure(step, &error));
+    exit_now(1)
+}
+
+/// The steps in order. Returns only the error.
+pub fn become_agent(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Error {
+    match prepare(system, inside, clock) {
+        Ok((program, report)) => execute(system, inside, clock, &program, &report),
+        Err(error) => error,
+    }
+}
+
+fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(OwnedFd, OwnedFd)> {
+    let plan = inside.job.plan;
+    wait_for_go(system, inside)?; // maps are written, version 1 cgroups joined
+    clock.begin(Step::Ids)?;
+    system.start_afresh().doing("start", "a session")?;
+    system
+        .become_user(0, false)
+        .doing("become", "root of the user namespace")?;
+
+    clock.begin(Step::CgroupNs)?;
+    // The namespace's root is where this process is now, which must not be agent/: commands run beside it.
+    system
+        .unshare(NEW_CGROUP | NEW_IPC | NEW_UTS)
+        .doing("make", "cgroup, ipc and uts namespaces")?;
+    if let Some(procs) = inside.agent_procs {
+        system
+            .write(procs.as_fd(), b"0")
+            .doing("move to", "agent/")?;
+    }
+    system
+        .set_hostname(&plan.hostname)
+        .doing("set", "the host name")?;
+
+    clock.begin(Step::Network)?;
+    system
+        .unshare(NEW_NET)
+        .doing("make", "a network namespace")?;
+    system
+        .loopback_up()
+        .doing("bring up", "the loopback device")?;
+    clock.end();
+
+    wait_for_go(system, inside)?; // the tree is complete
+    clock.begin(Step::Mounts)?;
+    system
+        .unshare(NEW_MOUNT)
+        .doing("make", "a mount namespace")?;
+    let tree = kernel_mounts(system)?;
+    clock.begin(Step::Sysctls)?;
+    sysctls(system, inside.job)?;
+    clock.begin(Step::Masks)?;
+    masks(system, inside.job, &tree)?;
+    clock.begin(Step::Pivot)?;
+    system
+        .pivot(tree.as_fd())
+        .doing("pivot to", "the new root")?;
+    drop(tree);
+    clock.begin(Step::Rlimits)?;
+    limits(system, inside.job)?;
+    clock.begin(Step::Capabilities)?;
+    let kept = arrange(system, inside)?;
+    capabilities(system, inside.job)?;
+    clock.end();
+    Ok(kept)
+}
+
+fn wait_for_go(system: &dyn System, inside: &Inside) -> Result<()> {
+    let mut byte = [0];
+    match system
+        .read(inside.go.as_fd(), &mut byte)
+        .doing("wait for", "the launcher")?
+    {
+        0 => Err(Error::Vanished),
+        _ => Ok(()),
+    }
+}
+
+/// Mounts what only a process in the new namespaces can, on a copy of the tree that is not locked itself and thus may become
+/// the root. The bare namespace's own proc and sysfs are still in sight, without which the kernel refuses new ones.
+fn kernel_mounts(system: &dyn System) -> Result<OwnedFd> {
+    let tree = system.clone_tree(root::ROOT).doing("copy", "the tree")?;
+    system
+        .attach_at(tree.as_fd(), root::ROOT)
+        .doing("mount", "the tree")?;
+    let mount = |kind: &CStr, options: &[MountOption], flags: u64, path: &CStr| {
+        let name = path.to_string_lossy();
+        let made = system
+            .make_mount(kind, options, flags)
+            .doing("make", &name)?;
+        let target = system
+            .resolve(tree.as_fd(), path)
+            .doing("find in the image", &name)?;
+        system
+            .attach(made.as_fd(), target.as_fd())
+            .doing("mount", &name)
+    };
+    let terminals = [
+        MountOption::Text(c"ptmxmode", "0666".into()),
+        MountOption::Text(c"mode", "0620".into()),
+        MountOption::Text(c"gid", "5".into()),
+    ];
+    mount(c"proc", &[], KERNEL_MOUNT, c"/proc")?;
+    mount(c"sysfs", &[], KERNEL_MOUNT | attr::READ_ONLY, c"/sys")?;
+    mount(
+        c"devpts",
+        &terminals,
+        attr::NO_SUID | attr::NO_EXEC,
+        c"/dev/pts",
+    )?;
+    mount(c"mqueue", &[], KERNEL_MOUNT, c"/dev/mqueue")?;
+    Ok(tree)
+}
+
+/// Kernel settings of the new namespaces, while /proc/sys can still be written. Through the mount that was just made: the one
+/// of the bare namespace is the host's.
+fn sysctls(system: &dyn System, job: &Job) -> Result<()> {
+    job.plan.sysctls.iter().try_for_each(|(name, value)| {
+        let path = Path::new("/root/proc/sys").join(name.replace('.', "/"));
+        system
+            .write_file(&path, value.as_bytes())
+            .doing_to("write to", &path)
+    })
+}
+
+fn masks(system: &dyn System, job: &Job, tree: &OwnedFd) -> Result<()> {
+    let find = |path: &str| -> Result<Option<OwnedFd>> {
+        let text = c_text(path).doing("name", path)?;
+        match system.resolve(tree.as_fd(), &text) {
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(None), // not every kernel has every file
+            found => found.doing("find", path).map(Some),
+        }
+    };
+    for path in &job.plan.readonly_proc {
+        if let Some(target) = find(path)? {
+            let copy = system
+                .clone_mount_at(target.as_fd())
+                .doing("copy the mount of", path)?;
+            system
+                .set_attributes(copy.as_fd(), attr::READ_ONLY)
+                .doing("make read-only", path)?;
+            system
+                .attach(copy.as_fd(), target.as_fd())
+                .doing("bind over", path)?;
+        }
+    }
+    for path in &job.plan.masks {
+        if let Some(target) = find(path)? {
+            root::mask(system, &target, Path::new(path))?;
+        }
+    }
+    Ok(())
+}
+
+fn limits(system: &dyn System, job: &Job) -> Result<()> {
+    job.plan.rlimits.iter().try_for_each(|(name, values)| {
+        let number =
+            resource(name).ok_or_else(|| Error::Invalid(format!("no resource limit {name:?}")))?;
+        system
+            .set_limit(number, values[0], values[1])
+            .doing("set the limit", name)
+    })
+}
+
+/// Gives the descriptors the numbers that the agent expects. Returns the program and the report pipe under numbers above.
+fn arrange(system: &dyn System, inside: &Inside) -> Result<(OwnedFd, OwnedFd)> {
+    // Never closed by us: by then their numbers belong to other files.
+    let null = ManuallyDrop::new(
+        system
+            .open(Path::new("/dev/null"), Access::ReadWrite)
+            .doing("open", "/dev/null")?,
+    );
+    let config = ManuallyDrop::new(
+        system
+            .sealed_file(&inside.job.config)
+            .doing("make", "the agent's configuration")?,
+    );
+    let standard = Some(null.as_fd());
+    let cgroup = inside.cgroup.map(|fd| fd.as_fd());
+    let order: [Option<BorrowedFd>; 6] = [
+        standard,
+        standard,
+        standard,
+        Some(inside.socket.as_fd()),
+        cgroup,
+        Some(config.as_fd()),
+    ];
+    let keep = [inside.job.agent.as_fd(), inside.report.as_fd()];
+    let mut kept = system
+        .arrange(&order, &keep)
+        .doing("arrange", "descriptors")?
+        .into_iter();
+    match (kept.next(), kept.next()) {
+        (Some(program), Some(report)) => Ok((program, report)),
+        _ => Err(Error::Invalid("descriptors got lost".into())),
+    }
+}
+
+/// Becomes the agent's user. What execve leaves of the capabilities of a user that is not root is the ambient set; the
+/// right to load a filter is kept until then.
+fn capabilities(system: &dyn System, job: &Job) -> Result<()> {
+    let (agent, exec) = (job.plan.caps_agent, job.plan.caps_exec);
+    system
+        .bound_capabilities(agent | exec)
+        .doing("bound", "capabilities")?;
+    system
+        .become_user(AGENT_ID, true)
+        .doing("become", "the agent's user")?;
+    let held = agent | CAP_SYS_ADMIN;
+    let sets = CapabilitySets {
+        effective: held,
+        permitted: held,
+        inheritable: agent,
+    };
+    system.set_capabilities(sets).doing("set", "capabilities")?;
+    system
+        .raise_ambient(agent)
+        .doing("raise", "ambient capabilities")
+}
+
+fn execute(
+    system: &dyn System,
+    inside: &Inside,
+    clock: &mut Clock,
+    program: &OwnedFd,
+    report: &OwnedFd,
+) -> Error {
+    let last = || -> Result<()> {
+        clock.begin(Step::Seccomp)?;
+        // Before the filter, which need not allow anything but execve from here on.
+        system
+            .write(report.as_fd(), &encode_times(clock))
+            .doing("report", "times")?;
+        match inside.job.filter_agent {
+            Some(filter) => system.load_filter(filter).doing("load", "the filter")?,
+            None => {}
+        }
+        clock.begin(Step::Agent)
+    };
+    let mut last = last;
+    match last() {
+        Ok(()) => {
+            let source = system.run(program.as_fd(), &[c"dsec-agent", c"--fd"]);
+            Error::Call {
+                doing: "run",
+                on: "the agent".into(),
+                source,
+            }
+        }
+        Err(error) => error,
+    }
+}
+
+const TIMES: u8 = b'T';
+const FAILURE: u8 = b'F';
+const TEXT_BYTES_MAX: usize = 900;
+
+fn encode_times(clock: &Clock) -> Vec<u8> {
+    let mut bytes = vec![TIMES, clock.spent_us.len() as u8];
+    for number in 0.. {
+        let Some(step) = Step::from_number(number) else {
+            break;
+        };
+        if let Some(&spent) = clock.spent_us.get(step.name()) {
+            bytes.push(number);
+            bytes.extend_from_slice(&u32::try_from(spent).unwrap_or(u32::MAX).to_be_bytes());
+        }
+    }
+    bytes
+}
+
+fn encode_failure(step: Step, error: &Error) -> Vec<u8> {
+    let mut bytes = vec![FAILURE, step as u8];
+    bytes.extend_from_slice(&error.errno().unwrap_or(0).to_be_bytes());
+    bytes.extend(error.to_string().bytes().take(TEXT_BYTES_MAX));
+    bytes
+}
+
+/// What the new process said, once its end of the pipe is closed.
+#[derive(Debug, Default)]
+pub struct Said {
+    pub times: Vec<(Step, u64)>,
+    pub failure: Option<Error>,
+}
+
+/// Reads what `encode_times` and `encode_failure` have written, in this order if both are there.
+pub fn decode(mut bytes: &[u8]) -> Said {
+    let mut said = Said::default();
+    if let [TIMES, count, rest @ ..] = bytes {
+        let length = usize::from(*count) * 5;
+        let (times, after) = rest.split_at(length.min(rest.len()));
+        for entry in times.chunks_exact(5) {
+            let spent = u32::from_be_bytes([entry[1], entry[2], entry[3], entry[4]]);
+            said.times
+                .extend(Step::from_number(entry[0]).map(|step| (step, u64::from(spent))));
+        }
+        bytes = after;
+    }
+    if let [FAILURE, step, a, b, c, d, text @ ..] = bytes {
+        let step = Step::from_number(*step)
+            .map_or("agent", Step::name)
+            .to_string();
+        let errno = i32::from_be_bytes([*a, *b, *c, *d]);
+        said.failure = Some(Error::Inside {
+            step,
+            errno,
+            detail: String::from_utf8_lossy(text).into_owned(),
+        });
+    }
+    said
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_and_failure_come_back_as_they_were_sent() {
+        let mut clock = Clock::start(None);
+        clock.begin(Step::Ids).unwrap();
+        clock.begin(Step::Mounts).unwrap();
+        clock.end();
+        let mut bytes = encode_times(&clock);
+        bytes.extend(encode_failure(
+            Step::Agent,
+            &Error::Refused {
+                why: "busy".into(),
+                errno: libc::EBUSY,
+            },
+        ));
+
+        let said = decode(&bytes);
+
+        assert_eq!(
+            said.times.iter().map(|time| time.0).collect::<Vec<_>>(),
+            [Step::Check, Step::Ids, Step::Mounts]
+        );
+        let failure = said.failure.unwrap().into_failure("x");
+        assert_eq!(
+            (failure.step.as_str(), failure.errno.as_deref()),
+            ("agent", Some("EBUSY"))
+        );
+        assert_eq!(failure.detail, "busy");
+    }
+
+    #[test]
+    fn a_cut_report_is_no_panic() {
+        for length in 0..6 {
+            decode(&[TIMES, 9, 0, 0, 0, 0, 0][..length]);
+            decode(&[FAILURE, 200, 0, 0, 0, 1][..length]);
+        }
+    }
+}

@@ -1,0 +1,307 @@
+//! Steps `overlay`, `binds` and `etc`: the sandbox's tree, built outside, in a mount namespace that only this launch has. The
+//! sandbox's own is copied from it by another user namespace, so all that is mounted here arrives locked: nobody inside can
+//! unmount it, change it or look below it.
+
+use std::collections::BTreeSet;
+use std::ffi::{CStr, CString};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use dsec_sys::mounts::attr;
+
+use crate::error::{Doing, Result};
+use crate::steps::Job;
+use crate::system::{c_path, c_text, Entry, MountOption, System};
+use crate::wire::{BindKind, LaunchPlan};
+
+/// Places in the bare namespace (namespace::make_bare).
+pub const ROOT: &CStr = c"/root";
+pub const SCRATCH: &CStr = c"/scratch";
+pub const EMPTY_FILE: &CStr = c"/empty/file";
+pub const EMPTY_DIRECTORY: &CStr = c"/empty/directory";
+
+const SCRATCH_BYTES: u64 = 1 << 20;
+const SCRATCH_INODES: u64 = 4096;
+
+/// Copies of the mounts that the overlay is made of, attached nowhere.
+pub struct Parts {
+    /// The lowest first.
+    lowers: Vec<OwnedFd>,
+    /// The directory with `upper` and `work`.
+    holder: OwnedFd,
+}
+
+/// Takes the copies while the launch is still where layers and host are visible.
+pub fn collect(system: &dyn System, job: &Job, holder: &Path) -> Result<Parts> {
+    let copy = |path: &Path| {
+        let text = c_path(path).doing_to("name", path)?;
+        system
+            .clone_mount(&text)
+            .doing_to("copy the mount of", path)
+    };
+    let lowers = job
+        .lowers
+        .iter()
+        .map(|path| copy(path))
+        .collect::<Result<_>>()?;
+    Ok(Parts {
+        lowers,
+        holder: copy(holder)?,
+    })
+}
+
+/// Mounts the overlay. Layers and upper are mapped to the ids of `users`, so that on disk all ids stay as in the image.
+pub fn overlay(system: &dyn System, parts: Parts, users: &OwnedFd) -> Result<OwnedFd> {
+    let Parts { lowers, holder } = parts;
+    for lower in &lowers {
+        system
+            .map_ids(lower.as_fd(), users.as_fd())
+            .doing("map the ids of", "a layer")?;
+    }
+    system
+        .map_ids(holder.as_fd(), users.as_fd())
+        .doing("map the ids of", "the state directory")?;
+    let upper = system
+        .open_directory_at(holder.as_fd(), c"upper")
+        .doing("open", "upper")?;
+    let work = system
+        .open_directory_at(holder.as_fd(), c"work")
+        .doing("open", "work")?;
+    let mut options: Vec<MountOption> = lowers
+        .iter()
+        .rev()
+        .map(|lower| MountOption::File(c"lowerdir+", lower.as_fd()))
+        .collect();
+    options.push(MountOption::File(c"upperdir", upper.as_fd()));
+    options.push(MountOption::File(c"workdir", work.as_fd()));
+    // An upper must be a whole layer by itself, whatever the kernel's defaults are; no redirect of a foreign layer is followed.
+    for (key, value) in [
+        (c"metacopy", "off"),
+        (c"redirect_dir", "nofollow"),
+        (c"index", "off"),
+        (c"xino", "off"),
+    ] {
+        options.push(MountOption::Text(key, value.into()));
+    }
+    options.push(MountOption::Flag(c"volatile"));
+    options.push(MountOption::Text(c"source", "dsec".into()));
+    // No device node of an image is live, nor one that somebody puts there.
+    let root = system
+        .make_mount(c"overlay", &options, attr::NO_DEVICES)
+        .doing("make", "the overlay")?;
+    system
+        .attach_at(root.as_fd(), ROOT)
+        .doing("mount", "the overlay")?;
+    Ok(root)
+}
+
+/// Makes the small file system that `/dev` and the files of `/etc` come from, and binds `/dev`.
+pub fn scratch(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result<()> {
+    let owner = plan.id_base.to_string();
+    let options = [
+        MountOption::Text(c"size", SCRATCH_BYTES.to_string()),
+        MountOption::Text(c"nr_inodes", SCRATCH_INODES.to_string()),
+        MountOption::Text(c"mode", "0755".into()),
+        MountOption::Text(c"uid", owner.clone()),
+        MountOption::Text(c"gid", owner.clone()),
+    ];
+    let flags = attr::NO_SUID | attr::NO_EXEC;
+    let scratch = system
+        .make_mount(c"tmpfs", &options, flags)
+        .doing("make", "the tmpfs of /dev")?;
+    let put = |name: &CStr, entry| {
+        system
+            .put(scratch.as_fd(), name, entry)
+            .doing("make", name.to_string_lossy())
+    };
+    // Owned by the range's first id, since that is who makes them. Devices are made, not bound: inside they have an owner, and
+    // nobody there can make others, for that takes rights in the initial user namespace.
+    put(c"dev", Entry::Directory { mode: 0o755 })?;
+    put(c"etc", Entry::Directory { mode: 0o755 })?;
+    device_entries()
+        .into_iter()
+        .try_for_each(|(name, entry)| put(name, entry))?;
+    for (index, file) in plan.etc_files.iter().enumerate() {
+        put(
+            &etc_name(index)?,
+            Entry::File {
+                mode: 0o644,
+                content: &file.content,
+            },
+        )?;
+    }
+    system
+        .attach_at(scratch.as_fd(), SCRATCH)
+        .doing("mount", "the tmpfs of /dev")?;
+    let devices = system
+        .clone_mount(c"/scratch/dev")
+        .doing("copy the mount of", "/dev")?;
+    attach_inside(system, root, &devices, Path::new("/dev"))?;
+
+    let options = [
+        MountOption::Text(c"size", plan.shm_bytes.to_string()),
+        MountOption::Text(c"mode", "1777".into()),
+        MountOption::Text(c"uid", owner.clone()),
+        MountOption::Text(c"gid", owner),
+    ];
+    let flags = attr::NO_SUID | attr::NO_EXEC | attr::NO_DEVICES;
+    let shared = system
+        .make_mount(c"tmpfs", &options, flags)
+        .doing("make", "/dev/shm")?;
+    attach_inside(system, root, &shared, Path::new("/dev/shm"))
+}
+
+fn etc_name(index: usize) -> Result<CString> {
+    c_text(&format!("etc/{index}")).doing("name", "a file of /etc")
+}
+
+fn device_entries() -> Vec<(&'static CStr, Entry<'static>)> {
+    let device = |major, minor| Entry::Device {
+        mode: 0o666,
+        major,
+        minor,
+    };
+    let link = |target| Entry::Link { target };
+    vec![
+        (c"dev/null", device(1, 3)),
+        (c"dev/zero", device(1, 5)),
+        (c"dev/full", device(1, 7)),
+        (c"dev/random", device(1, 8)),
+        (c"dev/urandom", device(1, 9)),
+        (c"dev/tty", device(5, 0)),
+        (c"dev/ptmx", link(c"pts/ptmx")),
+        (c"dev/fd", link(c"/proc/self/fd")),
+        (c"dev/stdin", link(c"/proc/self/fd/0")),
+        (c"dev/stdout", link(c"/proc/self/fd/1")),
+        (c"dev/stderr", link(c"/proc/self/fd/2")),
+        (c"dev/pts", Entry::Directory { mode: 0o755 }),
+        (c"dev/shm", Entry::Directory { mode: 0o1777 }),
+        (c"dev/mqueue", Entry::Directory { mode: 0o1777 }),
+    ]
+}
+
+/// Makes the protected paths: read-only or hidden, and each directory above them a mount of its own, because a mount point
+/// cannot be renamed: else a parent could be moved away and built anew.
+pub fn binds(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result<()> {
+    let mut steps: BTreeSet<(usize, PathBuf, Option<Protection>)> = BTreeSet::new();
+    let ends: BTreeSet<&Path> = plan
+        .binds
+        .iter()
+        .map(|bind| Path::new(&bind.path))
+        .collect();
+    for bind in &plan.binds {
+        let path = Path::new(&bind.path);
+        for above in path
+            .ancestors()
+            .skip(1)
+            .filter(|above| above.parent().is_some() && !ends.contains(above))
+        {
+            steps.insert((above.components().count(), above.to_path_buf(), None));
+        }
+        let protection = match bind.kind {
+            BindKind::Readonly => Protection::ReadOnly,
+            BindKind::Masked => Protection::Masked,
+        };
+        steps.insert((
+            path.components().count(),
+            path.to_path_buf(),
+            Some(protection),
+        ));
+    }
+    // From the top down: what is bound later lies on what was bound before.
+    steps
+        .into_iter()
+        .try_for_each(|(_, path, protection)| protect(system, root, &path, protection))
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Protection {
+    ReadOnly,
+    Masked,
+}
+
+fn protect(
+    system: &dyn System,
+    root: &OwnedFd,
+    path: &Path,
+    protection: Option<Protection>,
+) -> Result<()> {
+    let target = resolve(system, root, path)?;
+    if protection == Some(Protection::Masked) {
+        return mask(system, &target, path);
+    }
+    let copy = system
+        .clone_mount_at(target.as_fd())
+        .doing_to("copy the mount of", path)?;
+    if protection == Some(Protection::ReadOnly) {
+        system
+            .set_attributes(copy.as_fd(), attr::READ_ONLY)
+            .doing_to("make read-only", path)?;
+    }
+    system
+        .attach(copy.as_fd(), target.as_fd())
+        .doing_to("bind over", path)
+}
+
+/// Puts an empty file or directory, whichever fits, over `target`.
+pub fn mask(system: &dyn System, target: &OwnedFd, path: &Path) -> Result<()> {
+    let cover = |empty: &CStr| {
+        let copy = system.clone_mount(empty)?;
+        system.attach(copy.as_fd(), target.as_fd())
+    };
+    match cover(EMPTY_FILE) {
+        // A file cannot be mounted over a directory.
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => cover(EMPTY_DIRECTORY),
+        other => other,
+    }
+    .doing_to("mask", path)
+}
+
+/// Binds the given files of `/etc` over those of the image; a symbolic link there is covered itself, not followed.
+pub fn etc(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result<()> {
+    for (index, file) in plan.etc_files.iter().enumerate() {
+        let path = Path::new(&file.path);
+        let protected = |kind: BindKind| {
+            plan.binds
+                .iter()
+                .any(|bind| bind.kind == kind && path.starts_with(&bind.path))
+        };
+        if protected(BindKind::Masked) {
+            continue;
+        }
+        let source = c_text(&format!("/scratch/etc/{index}")).doing_to("name", path)?;
+        let copy = system
+            .clone_mount(&source)
+            .doing_to("copy the mount of", path)?;
+        let read_only = if protected(BindKind::Readonly) {
+            attr::READ_ONLY
+        } else {
+            0
+        };
+        system
+            .set_attributes(copy.as_fd(), attr::NO_DEVICES | read_only)
+            .doing_to("set attributes of", path)?;
+        attach_inside(system, root, &copy, path)?;
+    }
+    Ok(())
+}
+
+fn attach_inside(system: &dyn System, root: &OwnedFd, mount: &OwnedFd, path: &Path) -> Result<()> {
+    let target = resolve(system, root, path)?;
+    system
+        .attach(mount.as_fd(), target.as_fd())
+        .doing_to("mount", path)
+}
+
+fn resolve(system: &dyn System, root: &OwnedFd, path: &Path) -> Result<OwnedFd> {
+    let text = c_path(path).doing_to("name", path)?;
+    system
+        .resolve(root.as_fd(), &text)
+        .doing_to("find in the image", path)
+}
+
+/// The user namespace of a new process, by which mounts are mapped.
+pub fn users_of(system: &dyn System, pid: i32) -> Result<OwnedFd> {
+    let path = PathBuf::from(format!("/proc/{pid}/ns/user"));
+    system.open_namespace(&path).doing_to("open", &path)
+}

@@ -1,0 +1,303 @@
+//! Messages between a node and this daemon; the twin of src/dsec/wire/launch.py, which binds.
+
+use std::collections::BTreeMap;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_bytes::ByteBuf;
+
+use crate::error::{Error, Result};
+
+pub const LAUNCH_VERSION: u32 = 1;
+pub const MESSAGE_BYTES_MAX: usize = 128 * 1024;
+
+/// The part of a request that says what the rest is.
+#[derive(Deserialize)]
+pub struct Head {
+    pub id: u64,
+    pub op: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Request<T> {
+    #[allow(dead_code)] // read as part of the head
+    id: u64,
+    #[allow(dead_code)]
+    op: String,
+    args: T,
+}
+
+#[derive(Serialize)]
+struct Reply<'a, T: Serialize> {
+    id: u64,
+    ok: Option<T>,
+    error: Option<&'a LaunchFailure>,
+    event: Option<&'a ExitEvent>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize, PartialEq, Eq)]
+pub struct LaunchFailure {
+    pub step: String,
+    pub errno: Option<String>,
+    pub detail: String,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct ExitEvent {
+    pub sandbox: String,
+    pub pid: i32,
+    pub status: i32,
+    pub oom_kills: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Nothing {}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HelloArgs {
+    pub version: u32,
+}
+
+#[derive(Serialize)]
+pub struct HelloAnswer<'a> {
+    pub version: u32,
+    pub pid: u32,
+    pub agent_digest: &'a str,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ArgRule {
+    pub index: u8,
+    pub equals: u64,
+    #[serde(default = "all_bits")]
+    pub mask: u64,
+    #[serde(default)]
+    pub negate: bool,
+    #[serde(default)]
+    pub wide: bool,
+}
+
+fn all_bits() -> u64 {
+    u64::MAX
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SyscallRule {
+    pub syscall: String,
+    #[serde(default)]
+    pub when: Vec<ArgRule>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FilterSpec {
+    #[serde(default)]
+    pub deny: Vec<SyscallRule>,
+    #[serde(default)]
+    pub nosys: Vec<SyscallRule>,
+    #[serde(default)]
+    pub allow: Vec<SyscallRule>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FilterArgs {
+    pub name: String,
+    pub spec: FilterSpec,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayerMount {
+    pub digest: String,
+    pub kind: String,
+    pub meta: String,
+    #[serde(default)]
+    pub blob: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayerRef {
+    pub digest: String,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BindMount {
+    pub path: String,
+    pub kind: BindKind,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+pub enum BindKind {
+    Readonly,
+    Masked,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EtcFile {
+    pub path: String,
+    pub content: ByteBuf,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LaunchPlan {
+    #[serde(default = "this_version")]
+    pub version: u32,
+    pub sandbox: String,
+    pub id_base: u32,
+    pub lowers: Vec<String>,
+    pub directory: String,
+    #[serde(default)]
+    pub upper_tmpfs_bytes: Option<u64>,
+    pub socket: String,
+    pub hostname: String,
+    #[serde(default)]
+    pub etc_files: Vec<EtcFile>,
+    #[serde(default)]
+    pub binds: Vec<BindMount>,
+    #[serde(default)]
+    pub masks: Vec<String>,
+    #[serde(default)]
+    pub readonly_proc: Vec<String>,
+    #[serde(default = "default_shm")]
+    pub shm_bytes: u64,
+    #[serde(default)]
+    pub cgroup2: Option<String>,
+    #[serde(default)]
+    pub cgroup2_files: BTreeMap<String, String>,
+    #[serde(default)]
+    pub cgroup1: BTreeMap<String, String>,
+    #[serde(default)]
+    pub cgroup1_files: BTreeMap<String, BTreeMap<String, String>>,
+    #[serde(default)]
+    pub rlimits: BTreeMap<String, Vec<u64>>,
+    #[serde(default)]
+    pub sysctls: BTreeMap<String, String>,
+    #[serde(default)]
+    pub caps_agent: u64,
+    #[serde(default)]
+    pub caps_exec: u64,
+    #[serde(default)]
+    pub filter_agent: Option<String>,
+    #[serde(default)]
+    pub filter_exec: Option<String>,
+    #[serde(default = "yes")]
+    pub no_new_privs: bool,
+    #[serde(default)]
+    pub env: BTreeMap<ByteBuf, ByteBuf>,
+    #[serde(default)]
+    pub user: Option<String>,
+    #[serde(default)]
+    pub workdir: Option<ByteBuf>,
+    #[serde(default)]
+    pub nofile: Option<u64>,
+}
+
+fn this_version() -> u32 {
+    LAUNCH_VERSION
+}
+
+fn default_shm() -> u64 {
+    64 * 1024 * 1024
+}
+
+fn yes() -> bool {
+    true
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Launched {
+    pub pid: i32,
+    pub start_ticks: u64,
+    pub cgroup_id: u64,
+    pub steps_us: BTreeMap<String, u64>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DestroyArgs {
+    pub sandbox: String,
+    #[serde(default)]
+    pub pid: Option<i32>,
+    #[serde(default)]
+    pub start_ticks: Option<u64>,
+    #[serde(default)]
+    pub directory: Option<String>,
+    #[serde(default = "yes")]
+    pub remove_directory: bool,
+    #[serde(default)]
+    pub socket: Option<String>,
+    #[serde(default)]
+    pub cgroup2: Option<String>,
+    #[serde(default)]
+    pub cgroup1: BTreeMap<String, String>,
+}
+
+#[derive(Serialize)]
+pub struct Listed {
+    pub sandboxes: Vec<ListedSandbox>,
+    pub layers: Vec<String>,
+    pub filters: Vec<String>,
+}
+
+#[derive(Serialize)]
+pub struct ListedSandbox {
+    pub sandbox: String,
+    pub pid: i32,
+    pub start_ticks: u64,
+}
+
+/// The operation and id of a request, whatever its arguments are.
+pub fn decode_head(message: &[u8]) -> Result<Head> {
+    rmp_serde::from_slice(message)
+        .map_err(|error| Error::Invalid(format!("not a request: {error}")))
+}
+
+/// The arguments of a request, which must be exactly those of its operation.
+pub fn decode_args<T: DeserializeOwned>(message: &[u8]) -> Result<T> {
+    let request: Request<T> = rmp_serde::from_slice(message)
+        .map_err(|error| Error::Invalid(format!("bad arguments: {error}")))?;
+    Ok(request.args)
+}
+
+pub fn encode_ok<T: Serialize>(id: u64, ok: T) -> Result<Vec<u8>> {
+    encode(&Reply {
+        id,
+        ok: Some(ok),
+        error: None,
+        event: None,
+    })
+}
+
+pub fn encode_error(id: u64, error: &LaunchFailure) -> Result<Vec<u8>> {
+    encode(&Reply::<Nothing> {
+        id,
+        ok: None,
+        error: Some(error),
+        event: None,
+    })
+}
+
+pub fn encode_event(event: &ExitEvent) -> Result<Vec<u8>> {
+    encode(&Reply::<Nothing> {
+        id: 0,
+        ok: None,
+        error: None,
+        event: Some(event),
+    })
+}
+
+pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {
+    rmp_serde::to_vec_named(value)
+        .map_err(|error| Error::Invalid(format!("not encodable: {error}")))
+}

@@ -1,0 +1,156 @@
+//! Launches and destructions in progress: a forked process for each, so that none keeps the daemon from serving the others.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, OwnedFd};
+
+use dsec_sys::namespaces::{clone, exit_now, Clone, Side};
+use dsec_sys::paths::{close_copy, read_once, write_once};
+use dsec_sys::seqpacket::pipe;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Doing, Error, Result};
+use crate::wire::{encode, DestroyArgs, LaunchFailure, LaunchPlan, Launched};
+
+/// Tasks that wait for a free worker; beyond, they are refused.
+const WAITING_MAX: usize = 4096;
+/// A report is written by one write(2) that cannot block: a pipe holds at least this much.
+const REPORT_BYTES_MAX: usize = 4096;
+
+/// Something asked for that takes a while.
+pub enum Task {
+    Launch(Box<LaunchPlan>),
+    Destroy(DestroyArgs),
+    /// A worker died in the middle: what its launch had made is removed, then the failure is told.
+    CleanUp(DestroyArgs, LaunchFailure),
+}
+
+impl Task {
+    pub fn sandbox(&self) -> &str {
+        match self {
+            Task::Launch(plan) => &plan.sandbox,
+            Task::Destroy(args) | Task::CleanUp(args, _) => &args.sandbox,
+        }
+    }
+}
+
+/// Who asked.
+#[derive(Clone, Copy)]
+pub struct Origin {
+    pub connection: u64,
+    pub request: u64,
+}
+
+/// What a worker says at its end.
+#[derive(Default, Serialize, Deserialize)]
+pub struct Report {
+    pub launched: Option<Launched>,
+    pub failure: Option<LaunchFailure>,
+}
+
+pub struct Worker {
+    pub pid: i32,
+    pub result: OwnedFd,
+    pub task: Task,
+    pub origin: Origin,
+}
+
+impl Worker {
+    /// What it had to say; None when it died without a word.
+    pub fn report(&self) -> Option<Report> {
+        let mut bytes = [0; REPORT_BYTES_MAX];
+        let length = read_once(self.result.as_fd(), &mut bytes).ok()?;
+        rmp_serde::from_slice(&bytes[..length]).ok()
+    }
+}
+
+pub struct Workers {
+    pub running: Vec<Worker>,
+    waiting: VecDeque<(Task, Origin)>,
+    running_max: usize,
+}
+
+impl Workers {
+    pub fn new() -> Workers {
+        // More than the processors can carry would only make each of them slower.
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        Workers {
+            running: Vec::new(),
+            waiting: VecDeque::new(),
+            running_max: (2 * processors).clamp(4, 64),
+        }
+    }
+
+    pub fn add(&mut self, task: Task, origin: Origin) -> Result<()> {
+        if self.waiting.len() == WAITING_MAX {
+            let why = format!("{WAITING_MAX} requests are waiting already");
+            return Err(Error::Refused {
+                why,
+                errno: libc::EAGAIN,
+            });
+        }
+        self.waiting.push_back((task, origin));
+        Ok(())
+    }
+
+    /// The next task that may start now: there is room, and nothing else goes on with its sandbox.
+    pub fn next(&mut self) -> Option<(Task, Origin)> {
+        if self.running.len() >= self.running_max {
+            return None;
+        }
+        let busy = |sandbox: &str| {
+            self.running
+                .iter()
+                .any(|worker| worker.task.sandbox() == sandbox)
+        };
+        let index = self
+            .waiting
+            .iter()
+            .position(|(task, _)| !busy(task.sandbox()))?;
+        self.waiting.remove(index)
+    }
+
+    pub fn are_idle(&self) -> bool {
+        self.running.is_empty() && self.waiting.is_empty()
+    }
+
+    /// Layers of launches that wait or go on.
+    pub fn lowers(&self) -> impl Iterator<Item = &String> {
+        let running = self.running.iter().map(|worker| &worker.task);
+        let tasks = running.chain(self.waiting.iter().map(|(task, _)| task));
+        tasks.flat_map(|task| match task {
+            Task::Launch(plan) => plan.lowers.as_slice(),
+            _ => &[],
+        })
+    }
+
+    /// Forks a process that does `work` and reports. Only the parent returns. `lock` stays with the parent: a daemon that is
+    /// started after its death must not be kept out by a worker that goes on.
+    pub fn start(
+        &mut self,
+        task: Task,
+        origin: Origin,
+        lock: &OwnedFd,
+        work: impl FnOnce(&Task) -> Report,
+    ) -> Result<()> {
+        let (result, report_to) = pipe().doing("make", "a pipe")?;
+        match clone(&Clone::default()).doing("clone", "a worker")? {
+            Side::Child => {
+                drop(result);
+                close_copy(lock.as_fd());
+                let report = work(&task);
+                // A daemon that has died learns of it by its own search after the restart.
+                let sent = encode(&report).map(|bytes| write_once(report_to.as_fd(), &bytes));
+                exit_now(if matches!(sent, Ok(Ok(()))) { 0 } else { 1 })
+            }
+            Side::Parent { pid, .. } => {
+                self.running.push(Worker {
+                    pid,
+                    result,
+                    task,
+                    origin,
+                });
+                Ok(())
+            }
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! Processes in new namespaces, and moving between namespaces.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+pub const NEW_USER: u64 = libc::CLONE_NEWUSER as u64;
+pub const NEW_MOUNT: u64 = libc::CLONE_NEWNS as u64;
+pub const NEW_PID: u64 = libc::CLONE_NEWPID as u64;
+pub const NEW_IPC: u64 = libc::CLONE_NEWIPC as u64;
+pub const NEW_UTS: u64 = libc::CLONE_NEWUTS as u64;
+pub const NEW_NET: u64 = libc::CLONE_NEWNET as u64;
+pub const NEW_CGROUP: u64 = libc::CLONE_NEWCGROUP as u64;
+
+const CLONE_PIDFD: u64 = libc::CLONE_PIDFD as u64;
+const CLONE_PARENT: u64 = libc::CLONE_PARENT as u64;
+const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+
+/// How a new process differs from ours.
+#[derive(Default)]
+pub struct Clone<'a> {
+    /// NEW_… flags.
+    pub namespaces: u64,
+    /// A cgroup2 directory in which it begins.
+    pub cgroup: Option<BorrowedFd<'a>>,
+    /// It becomes a child of our parent, which reaps it.
+    pub sibling: bool,
+}
+
+/// Which side of a clone this is.
+pub enum Side {
+    Child,
+    Parent { pid: i32, pidfd: OwnedFd },
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct CloneArguments {
+    flags: u64,
+    pidfd: u64,
+    child_tid: u64,
+    parent_tid: u64,
+    exit_signal: u64,
+    stack: u64,
+    stack_size: u64,
+    tls: u64,
+    set_tid: u64,
+    set_tid_size: u64,
+    cgroup: u64,
+}
+
+/// A copy of this process as fork(2) makes it, with new namespaces. The caller must have one thread only: then the child may
+/// do whatever its parent may (allocate, run any code), since no lock can be held by a thread that is missing there.
+pub fn clone(how: &Clone) -> io::Result<Side> {
+    let mut pidfd: i32 = -1;
+    let mut arguments = CloneArguments {
+        flags: how.namespaces | CLONE_PIDFD,
+        pidfd: &raw mut pidfd as u64,
+        exit_signal: libc::SIGCHLD as u64,
+        ..CloneArguments::default()
+    };
+    if how.sibling {
+        arguments.flags |= CLONE_PARENT;
+        arguments.exit_signal = 0; // taken from our own
+    }
+    if let Some(cgroup) = how.cgroup {
+        arguments.flags |= CLONE_INTO_CGROUP;
+        arguments.cgroup = cgroup.as_raw_fd() as u64;
+    }
+    // SAFETY: `arguments` and `pidfd` live through the call and have the sizes given. Memory is not shared with the child (no
+    // CLONE_VM), so it goes on with its own copy of this stack; one thread is the caller's promise.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_clone3,
+            &raw mut arguments,
+            std::mem::size_of::<CloneArguments>(),
+        )
+    };
+    match result {
+        0 => Ok(Side::Child),
+        pid if pid > 0 => {
+            // SAFETY: clone3 succeeded with CLONE_PIDFD, so the kernel has stored a new descriptor there.
+            let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+            Ok(Side::Parent {
+                pid: pid as i32,
+                pidfd,
+            })
+        }
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Moves this process into new namespaces of the kinds given (NEW_… flags).
+pub fn unshare(namespaces: u64) -> io::Result<()> {
+    // SAFETY: plain numbers.
+    if unsafe { libc::unshare(namespaces as i32) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// Moves this process into the namespace that `fd` refers to, which must be of the kind `namespace` (a NEW_… flag).
+pub fn enter(fd: BorrowedFd, namespace: u64) -> io::Result<()> {
+    // SAFETY: plain numbers; the descriptor is borrowed, hence open.
+    if unsafe { libc::setns(fd.as_raw_fd(), namespace as i32) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// Ends this process at once: no destructor, no exit handler.
+pub fn exit_now(code: i32) -> ! {
+    // SAFETY: _exit takes any number and does not return.
+    unsafe { libc::_exit(code) }
+}
+
+/// The process that runs in `pidfd` gets `signal`.
+pub fn signal_process(pidfd: BorrowedFd, signal: i32) -> io::Result<()> {
+    let none = std::ptr::null::<libc::siginfo_t>();
+    // SAFETY: the descriptor is borrowed, hence open; a null siginfo is allowed.
+    if unsafe {
+        libc::syscall(
+            libc::SYS_pidfd_send_signal,
+            pidfd.as_raw_fd(),
+            signal,
+            none,
+            0,
+        )
+    } != 0
+    {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// A descriptor of the process `pid`. It names that process for ever, also when the number is used again.
+pub fn open_process(pid: i32) -> io::Result<OwnedFd> {
+    // SAFETY: plain numbers.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just returned this descriptor to us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// A child of this process that has ended: its pid and wait status. None when no child has; an error when there are no children.
+pub fn reap() -> io::Result<Option<(i32, i32)>> {
+    let mut status = 0;
+    // SAFETY: the status is written to our own variable.
+    match unsafe { libc::waitpid(-1, &mut status, libc::WNOHANG) } {
+        0 => Ok(None),
+        pid if pid > 0 => Ok(Some((pid, status))),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The first half of becoming a daemon: a session of one's own. Fails when this process leads a group already.
+pub fn new_session() -> io::Result<()> {
+    // SAFETY: no arguments.
+    if unsafe { libc::setsid() } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct ProcessFacts {
+    mask: u64,
+    cgroup: u64,
+    ids: [u32; 11],
+    exit_code: i32,
+    more: [u64; 4],
+}
+
+/// The wait status of an ended process that somebody else has reaped, where the kernel still knows it.
+pub fn exit_status(pidfd: BorrowedFd) -> Option<i32> {
+    const EXIT: u64 = 1 << 3;
+    const GET_FACTS: libc::c_ulong = 0xC000_FF0B | (64 << 16);
+    let mut facts = ProcessFacts {
+        mask: EXIT,
+        ..ProcessFacts::default()
+    };
+    // SAFETY: the number of the request says 64 bytes, and the buffer is larger than that.
+    let result = unsafe { libc::ioctl(pidfd.as_raw_fd(), GET_FACTS, &raw mut facts) };
+    (result == 0 && facts.mask & EXIT != 0).then_some(facts.exit_code)
+}
+
+/// Waits for the child `pid` to end; its wait status.
+pub fn reap_one(pid: i32) -> io::Result<i32> {
+    let mut status = 0;
+    // SAFETY: the status is written to our own variable.
+    if unsafe { libc::waitpid(pid, &mut status, 0) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(status)
+}
