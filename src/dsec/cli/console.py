@@ -42,6 +42,9 @@ _NEXT: Final = {
     "sandbox_not_found": "`dsec ls` shows the sandboxes that live",
     "gone": "`dsec ls --all` shows what has ended, and why",
     "environment_not_found": "`dsec env ls` shows what there is; `dsec env build base --debian` makes the usual one",
+    "command_not_found": "is it in the environment, and in PATH? `dsec shell SANDBOX` lets you look",
+    "invalid_argument": "the option's --help says what it takes",
+    "path_not_found": "paths are the sandbox's own and absolute",
     "exec_not_found": "`dsec logs SANDBOX` shows the commands on record",
     "unauthenticated": "pass --token, or set DSEC_TOKEN; `dsec token create` on the service's machine makes one",
     "forbidden": "ask for a token with the right for it",
@@ -104,7 +107,8 @@ def fail(error: DsecError) -> None:
     for what, value in (("sandbox", error.sandbox), ("exec", error.exec), ("step", error.step)):
         if value and value not in error.message:
             say(f"  {what}: {clean(value)}")
-    say(f"  try: {clean(error.hint) if error.hint else _NEXT.get(error.code, _NEXT_DEFAULT)}")
+    reason = str(error.detail.get("code"))
+    say(f"  try: {clean(error.hint) if error.hint else _NEXT.get(reason, _NEXT.get(error.code, _NEXT_DEFAULT))}")
 
 
 def clean(text: str) -> str:

@@ -1,7 +1,7 @@
 """Entry of the `dsec` command: its parts, and what becomes of errors.
 
 Exit status: the command's own for `exec` and `run` (128 + n when signal n ended it), 124 when its timeout ended it,
-125 when dsec failed, 2 for wrong usage, 130 after Ctrl-C.
+125 when dsec failed, 126 and 127 when the command cannot be run or is not there, 2 for wrong usage, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dsec.cli.console import fail, settings
 
 EXIT_PLATFORM: Final = 125
 EXIT_INTERRUPTED: Final = 130
+_STATUS: Final = {"not_executable": 126, "command_not_found": 127}  # as shells have it
 
 app = typer.Typer(
     name="dsec",
@@ -51,7 +52,7 @@ def main() -> None:
         app()
     except DsecError as error:
         fail(error)
-        raise SystemExit(EXIT_PLATFORM) from None
+        raise SystemExit(_STATUS.get(str(error.detail.get("code")), EXIT_PLATFORM)) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(EXIT_INTERRUPTED) from None

@@ -145,6 +145,8 @@ def exec_(
 
 
 def _command(words: list[str], shell: bool) -> str | list[str]:
+    # `exec BOX -- make`: what ends our options comes after an argument, and is still there.
+    words = words[1:] if words[0] == "--" and len(words) > 1 else words
     return " ".join(words) if shell else words
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from dsec.core.errors import InvalidArgumentError
 from dsec.wire import api
+
+
+_RUN_DIR: Final = "DSEC_RUN_DIR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,9 @@ def parse_endpoint(url: str, token: str | None = None) -> Endpoint:
 
 
 def local_run_dir() -> Path:
-    """Where the local service of this user keeps its socket."""
+    """Where the local service of this user keeps its socket, as `dsec up` has it."""
+    if named := os.environ.get(_RUN_DIR):
+        return Path(named)
     if os.geteuid() == 0:
         return Path(api.RUN_DIR_ROOT)
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"

@@ -408,7 +408,8 @@ class AsyncSandbox:
         return self._info.state in ENDED
 
 
-_LOGIN_SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -l; else exec "${SHELL:-/bin/sh}" -i; fi'
+# `$0` is the shell that runs this: bash where there is one.
+_LOGIN_SHELL = 'exec "$0" -l'
 
 
 def _client(client: AsyncClient | None) -> AsyncClient:

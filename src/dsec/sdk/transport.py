@@ -206,8 +206,6 @@ class Transport:
                     method, self._url(path, query), data=data, headers=headers, timeout=timeout, allow_redirects=False
                 )
             ) as response:
-                if response.status >= 300:
-                    raise await _refusal(response)
                 if long:
                     _keep_alive(response)
                 yield response
@@ -282,7 +280,11 @@ class Transport:
             else:
                 connector = aiohttp.TCPConnector(limit=limit, limit_per_host=limit, keepalive_timeout=_KEEPALIVE_S)
             return aiohttp.ClientSession(
-                connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
+                connector=connector,
+                raise_for_status=_refuse,  # also for WebSockets, where nothing else shows the body
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
             )
 
         calls, streams = session(CALLS_MAX), session(STREAMS_MAX)
@@ -361,6 +363,11 @@ def _quoted(value: str | bytes | float | bool | None) -> str:
     if isinstance(value, str):
         value = value.encode("utf-8", "surrogateescape")
     return quote(value if isinstance(value, bytes) else str(value), safe="")
+
+
+async def _refuse(response: aiohttp.ClientResponse) -> None:
+    if response.status >= 300:
+        raise await _refusal(response)
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> DsecError:

@@ -1,0 +1,73 @@
+"""Where the service is."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from dsec.core.errors import InvalidArgumentError
+from dsec.sdk.endpoint import find_endpoint, parse_endpoint
+from dsec.sdk.transport import encode_query
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DSEC_URL", raising=False)
+    monkeypatch.delenv("DSEC_TOKEN", raising=False)
+    monkeypatch.delenv("DSEC_RUN_DIR", raising=False)
+
+
+def test_without_an_address_it_is_the_local_socket_and_may_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    root = find_endpoint()
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+    user = find_endpoint()
+
+    assert (root.socket, root.autostart) == ("/run/dsec/api.sock", True)
+    assert (user.socket, user.autostart) == ("/run/user/1000/dsec/api.sock", True)
+
+
+def test_a_service_with_a_run_directory_of_its_own_is_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSEC_RUN_DIR", "/somewhere")
+
+    assert find_endpoint().socket == "/somewhere/api.sock"
+
+
+def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSEC_URL", "https://there")
+    monkeypatch.setenv("DSEC_TOKEN", "theirs")
+
+    assert find_endpoint().base == "https://there"
+    assert find_endpoint().token == "theirs"
+    assert find_endpoint("http://here:1/", "mine").base == "http://here:1"
+    assert find_endpoint("http://here:1", "mine").token == "mine"
+
+
+def test_what_was_named_is_never_started() -> None:
+    assert not find_endpoint("unix:///tmp/a%20b.sock").autostart
+    assert find_endpoint("unix:///tmp/a%20b.sock").socket == "/tmp/a b.sock"
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "here", "ftp://here", "http://", "http://u:p@here", "http://here?x=1", "http://here:99999", "unix://rel/a"],
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        parse_endpoint(url)
+
+
+def test_a_token_with_a_line_break_is_refused_and_not_shown() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        find_endpoint("http://here", "secret\n")
+
+    assert "secret" not in str(caught.value)
+    assert "canary" not in repr(find_endpoint("http://here", "canary"))
+
+
+def test_queries_carry_any_bytes() -> None:
+    text = encode_query({"path": b"/a b\xff+&", "n": 0, "none": None, "yes": True, "no": False, "t": "é"})
+
+    assert text == "path=%2Fa%20b%FF%2B%26&n=0&yes=true&no=false&t=%C3%A9"

@@ -1,0 +1,83 @@
+"""What callers write becomes records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsec.core.errors import InvalidArgumentError, LimitError
+from dsec.core.spec import Environment, Substrate
+from dsec.sdk.process import signal_number
+from dsec.sdk.requests import STDIN_INLINE_BYTES_MAX, make_exec, make_spec
+
+
+def test_text_runs_in_a_shell_and_a_list_as_it_is() -> None:
+    assert make_exec("a | b").shell == "a | b"
+    assert make_exec(["a", "b c"]).argv == ["a", "b c"]
+    assert make_exec(("a",)).argv == ["a"]
+
+
+def test_arguments_that_are_not_text_are_sent_as_bytes() -> None:
+    assert make_exec(["cat", b"\xff"]).argv_bytes == [b"cat", b"\xff"]
+
+
+def test_in_a_session_a_list_is_quoted_for_its_shell() -> None:
+    request = make_exec(["echo", "a b", "$x"], session="main")
+
+    assert request.shell == "echo 'a b' '$x'"
+
+
+@pytest.mark.parametrize("command", [b"ls", 5, ["a", 5], [], [""], "a\0b", ["a\0"]])
+def test_what_is_no_command_is_refused(command: Any) -> None:
+    with pytest.raises(InvalidArgumentError):
+        make_exec(command)
+
+
+def test_every_exec_has_an_id_of_its_own() -> None:
+    assert make_exec("true").id != make_exec("true").id
+
+
+def test_small_stdin_goes_along_and_large_is_streamed() -> None:
+    small = make_exec("cat", stdin="é")
+    large = make_exec("cat", stdin=bytes(STDIN_INLINE_BYTES_MAX + 1))
+    empty = make_exec("cat", stdin=b"")
+
+    assert (small.stdin, small.stdin_data) == (False, "é".encode())
+    assert (large.stdin, large.stdin_data) == (True, None)
+    assert (empty.stdin, empty.stdin_data) == (False, b"")
+    assert (make_exec("cat").stdin, make_exec("cat").stdin_data) == (False, None)
+    assert make_exec("cat", stdin=True).stdin
+
+
+def test_sizes_are_read_once_at_the_border() -> None:
+    spec = make_spec("base", memory="1.5GiB", disk=5 << 30, backend="fake")
+
+    assert spec.memory_bytes == 3 << 29
+    assert spec.disk_bytes == 5 << 30
+    assert spec.substrate is Substrate.FAKE
+
+
+def test_an_environment_may_have_parts() -> None:
+    environment = Environment(base="base", workspace="repo", toolkits=("t1", "t2"))
+
+    assert make_spec(environment).environment is environment
+
+
+@pytest.mark.parametrize(
+    "options", [{"backend": "podman"}, {"network": "host"}, {"memory": "lots"}, {"name": "a b"}, {"env": {"A=B": "c"}}]
+)
+def test_bad_options_are_refused_before_anything_is_sent(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        make_spec("base", **options)
+
+
+def test_a_bound_has_its_own_error() -> None:
+    with pytest.raises(LimitError):
+        make_spec("base", cpu=1e9)
+
+
+def test_signals_go_by_number_or_name() -> None:
+    assert [signal_number(s) for s in (9, "KILL", "sigint")] == [9, 9, 2]
+    with pytest.raises(InvalidArgumentError):
+        signal_number("NOPE")
