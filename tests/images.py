@@ -98,7 +98,7 @@ class Layout:
         (self.root / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": self.manifests}))
 
     def blob_path(self, descriptor: dict[str, Any]) -> Path:
-        return self.root / "blobs" / "sha256" / descriptor["digest"].split(":")[1]
+        return self.root / "blobs" / "sha256" / str(descriptor["digest"]).removeprefix("sha256:")
 
 
 def gzipped(data: bytes) -> bytes:

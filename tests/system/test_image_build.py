@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from dsec.core.errors import ConflictError, DeadlineError, DsecError, InvalidArgumentError, StorageError
+from dsec.core.errors import CapacityError, ConflictError, DeadlineError, DsecError, InvalidArgumentError, StorageError
+from dsec.core.limits import BUILDS_MAX
 from dsec.core.spec import Environment
 from dsec.image.build import build, build_events
 from dsec.image.environments import EnvironmentStore
@@ -242,6 +243,34 @@ async def test_the_story_always_has_an_end(store: EnvironmentStore, source: Path
     assert bad[-1].error is not None
     assert bad[-1].error.code == "invalid_argument"
     assert "missing" in bad[-1].error.message
+
+
+async def test_names_that_are_no_text_can_be_told_of(store: EnvironmentStore, tmp_path: Path) -> None:
+    path = tmp_path / "odd.tar"
+    path.write_bytes(tar_of([member("\udcff\udcfe" * 3, b"x", uid=70_000)]))
+
+    with pytest.raises(InvalidArgumentError, match="70000"):
+        await build(store, BuildRequest(name="x", source=TarSource(str(path))))
+
+
+async def test_more_builds_than_the_machine_can_take_are_refused(store: EnvironmentStore, endless: OciSource) -> None:
+    running = [
+        asyncio.create_task(build(store, BuildRequest(name=f"x{number}", source=endless)))
+        for number in range(BUILDS_MAX)
+    ]
+    async with asyncio.timeout(WAIT_S):
+        while store.builds_running < BUILDS_MAX:
+            await asyncio.sleep(0.01)  # between two looks
+
+    with pytest.raises(CapacityError) as error:
+        await build(store, BuildRequest(name="x", source=endless))
+    assert error.value.retry_after_s
+
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    assert store.builds_running == 0
+    assert leftovers(store) == []
 
 
 async def test_a_hostile_archive_fails_with_its_reason_and_leaves_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -127,6 +128,26 @@ def test_the_configuration_of_the_image_is_kept(layout: Layout, tmp_path: Path) 
         entrypoint=("/run",),
         command=("serve", "--all"),
     )
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"Env": ["A=\0"]},
+        {"Env": [f"V{number}=x" for number in range(10_000)]},
+        {"User": "u" * 300},
+        {"WorkingDir": "/" + "w" * 5_000},
+        {"Cmd": ["x" * 600_000]},
+        {"Entrypoint": ["a\0b"]},
+    ],
+)
+def test_a_configuration_that_no_sandbox_can_start_with_is_refused(
+    layout: Layout, tmp_path: Path, run: dict[str, Any]
+) -> None:
+    layout.image([BASE], run=run)
+
+    with pytest.raises(InvalidArgumentError):
+        filled(layout, tmp_path)
 
 
 def test_one_of_several_images_is_chosen_by_its_reference(layout: Layout, tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ IMAGE_MANIFEST_BYTES_MAX: Final = 4 * MIB  # index, manifest or config of an OCI
 IMAGE_PACKAGES_MAX: Final = 1_000  # of one build: bounds its command line and its request
 TAR_HEADER_BYTES_MAX: Final = 4 * MIB  # all headers of one member: long names, pax records, sparse maps
 BUILD_LOG_LINE_BYTES_MAX: Final = 2_000  # what a package says while it is set up is cut at this
+BUILDS_MAX: Final = 4  # at once in one process: each may take a core and gigabytes of disk
 BUILD_TIMEOUT_S_DEFAULT: Final = 3_600.0  # a large set of packages over a slow line
 
 # API

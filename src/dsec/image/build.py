@@ -11,15 +11,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Final
 
-from dsec.core.errors import DeadlineError, DsecError, InvalidArgumentError, Outcome, StorageError
-from dsec.core.limits import BUILD_TIMEOUT_S_DEFAULT, MIB
+from dsec.core.errors import CapacityError, DeadlineError, InvalidArgumentError, Outcome, StorageError
+from dsec.core.limits import BUILD_TIMEOUT_S_DEFAULT, BUILDS_MAX, MIB
 from dsec.image.environments import EnvironmentStore
-from dsec.image.worker import Job, build_key, ready_result, typed
+from dsec.image.worker import Job, build_key, error_event, ready_result, typed
 from dsec.wire import codec
 from dsec.wire.environments import BuildEvent, BuildRequest, DebianSource, EnvironmentInfo, OciSource
-from dsec.wire.errors import body_of, error_of
+from dsec.wire.errors import error_of
 
-_LINE_BYTES_MAX: Final = 4 * MIB  # `done` holds the configuration of an image
+_LINE_BYTES_MAX: Final = 32 * MIB  # `done` holds the configuration of an image, escaped
+_RETRY_AFTER_S: Final = 10.0
 _EVENTS_QUEUED_MAX: Final = 1_000
 
 
@@ -32,13 +33,17 @@ async def build(
 ) -> EnvironmentInfo:
     """Make the environment, or find that it is there. `progress` gets the `progress` and `log` events as they come.
 
-    Raises what the source or the store raises, ConflictError when the name stands for something else, DeadlineError.
+    Raises what the source or the store raises, ConflictError when the name stands for something else,
+    CapacityError when too many builds run, DeadlineError.
     After an error or a cancellation nothing of the build is left, on disk or running.
     """
     ready = await asyncio.to_thread(_ready, store, request)
     if ready is not None:
         progress(BuildEvent(kind="progress", stage="cached", message=f"{request.name} is built already"))
         return ready
+    if store.builds_running >= BUILDS_MAX:
+        raise CapacityError(f"{BUILDS_MAX} environments are being built already", retry_after_s=_RETRY_AFTER_S)
+    store.builds_running += 1
     try:
         async with asyncio.timeout(timeout_s):
             return await _supervise(store, request, progress)
@@ -46,6 +51,8 @@ async def build(
         raise DeadlineError(
             f"building {request.name!r} took more than {timeout_s:g} s", outcome=Outcome.UNCHANGED
         ) from None
+    finally:
+        store.builds_running -= 1
 
 
 async def build_events(
@@ -64,8 +71,8 @@ async def build_events(
     async def run() -> None:
         try:
             last = BuildEvent(kind="done", environment=await build(store, request, put, timeout_s=timeout_s))
-        except DsecError as error:
-            last = BuildEvent(kind="error", message=str(error), error=body_of(error))
+        except Exception as error:
+            last = error_event(error)
         await queue.put(last)
 
     task = asyncio.create_task(run())
@@ -130,7 +137,7 @@ async def _follow(process: Process, job: Job, progress: Callable[[BuildEvent], N
     process.stdin.write(codec.to_json(job) + b"\n")
     with suppress(ConnectionError):
         await process.stdin.drain()
-    while line := await process.stdout.readline():
+    while line := await _line(process.stdout):
         try:
             event = codec.from_json(line, BuildEvent)
         except InvalidArgumentError:
@@ -141,6 +148,13 @@ async def _follow(process: Process, job: Job, progress: Callable[[BuildEvent], N
             raise error_of(event.error)
         progress(event)
     return None
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes:
+    try:
+        return await stream.readline()
+    except ValueError as error:
+        raise StorageError(f"the build process wrote a line of more than {_LINE_BYTES_MAX} bytes") from error
 
 
 async def _tail(process: Process) -> bytes:

@@ -89,6 +89,7 @@ class StoreFacts:
     layers: int
     layer_bytes: int
     free_bytes: int
+    broken: int = 0  # layers that cannot be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class EnvironmentStore:
         self._builds = self.state / "builds"
         self._mutex = threading.Lock()
         self._cache: dict[str, _Cached] = {}
+        self.builds_running = 0  # kept by `build`, bounded by BUILDS_MAX
         for directory in (self._environments, self._builds):
             directory.mkdir(exist_ok=True, mode=0o700)
 
@@ -193,7 +195,12 @@ class EnvironmentStore:
     def describe(self) -> StoreFacts:
         """What is here, and by a trial mount (some ten milliseconds) in which form layers are kept."""
         verdict = probe_erofs(self.layers)
-        records = [self.layers.record(digest) for digest in self.layers.digests()]
+        records, broken = [], 0
+        for digest in self.layers.digests():
+            try:
+                records.append(self.layers.record(digest))
+            except (NotFoundError, StorageError):
+                broken += 1
         return StoreFacts(
             state=self.state,
             kind=LayerKind.EROFS if verdict.usable else LayerKind.DIRECTORY,
@@ -202,6 +209,7 @@ class EnvironmentStore:
             layers=len(records),
             layer_bytes=sum(record.size_bytes for record in records),
             free_bytes=free_bytes(self.state),
+            broken=broken,
         )
 
     # ---- changing -----------------------------------------------------------------------------

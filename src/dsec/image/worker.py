@@ -224,7 +224,8 @@ def _progress(report: Report, stage: str, message: str) -> None:
 
 
 def _log(report: Report, line: str) -> None:
-    report(BuildEvent(kind="log", message=line[:BUILD_LOG_LINE_BYTES_MAX]))
+    text = line.encode("utf-8", "backslashreplace").decode()
+    report(BuildEvent(kind="log", message=text[:BUILD_LOG_LINE_BYTES_MAX]))
 
 
 def typed(error: BaseException) -> DsecError:
@@ -238,6 +239,14 @@ def typed(error: BaseException) -> DsecError:
     return StorageError(f"the build failed: {type(error).__name__}: {error}")
 
 
+def error_event(error: BaseException) -> BuildEvent:
+    """The last event of a build that failed."""
+    known = typed(error)
+    # Names in an archive need not be text, and JSON holds nothing else.
+    known.message = known.message.encode("utf-8", "backslashreplace").decode()
+    return BuildEvent(kind="error", message=str(known), error=body_of(known))
+
+
 def main() -> int:
     """1. read the job  2. end with stdin  3. build  4. say how it went."""
     job = codec.from_json(sys.stdin.buffer.readline(), Job)
@@ -249,7 +258,7 @@ def main() -> int:
         store.layers.clean()
         info = build_now(store, job.request, _write, proxies=proxies)
     except Exception as error:
-        _write(BuildEvent(kind="error", message=str(error), error=body_of(typed(error))))
+        _write(error_event(error))
         return 1
     _write(BuildEvent(kind="done", environment=info))
     return 0

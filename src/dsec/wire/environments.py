@@ -130,6 +130,10 @@ class BuildEvent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def _absolute(path: str) -> None:
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"the path of a source must be UTF-8, and is {path[:80]!r}") from error
     check_path(path)
     if not path.startswith("/"):
         raise InvalidArgumentError(f"the path of a source must be absolute, and is {path[:80]!r}")
