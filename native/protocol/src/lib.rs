@@ -1,1 +1,15 @@
 //! Frames and records between node and agent (docs/internals/protocol.md).
+
+pub mod codec;
+pub mod error;
+pub mod exec;
+pub mod files;
+pub mod frames;
+pub mod limits;
+pub mod opening;
+pub mod raw;
+pub mod rest;
+pub mod session;
+
+pub const GENERATION_MIN: u32 = 1;
+pub const GENERATION_MAX: u32 = 1;

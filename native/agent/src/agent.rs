@@ -1,0 +1,483 @@
+//! The agent's state and its loop: one thread, everything that waits is a descriptor or a deadline.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+
+use dsec_protocol::frames::FrameType;
+use dsec_protocol::frames::{CHANNEL_ERR, CHANNEL_OUT};
+use dsec_protocol::opening::{AgentConfig, Credit};
+use dsec_sys::epoll::{Poller, Ready, Source, READ};
+use dsec_sys::process::{kill, reap_one};
+use dsec_sys::signals::{read_signals, signal_descriptor, CHLD, INT, KILL, TERM};
+use serde::Serialize;
+
+use crate::cgroup::WorkCgroup;
+use crate::exec::requests::Pumped;
+use crate::exec::Execs;
+use crate::link::{Link, Opening, Pending};
+use crate::refusal::{AgentError, Refusal};
+use crate::session::Sessions;
+use crate::setup::{note, Own, Setup};
+use crate::streams::{Body, Stream};
+use crate::timers::{Timer, Timers};
+use crate::token::Token;
+use crate::users::{Account, Database};
+use crate::watch::Watches;
+
+const SCRATCH_BYTES: usize = 64 << 10;
+const PENDING_MAX: usize = 8;
+const PREAMBLE_MS: u64 = 5_000;
+const SHUTDOWN_MS: u64 = 2_000;
+/// Waking so much later than planned means that we were frozen.
+const FROZEN_MS: u64 = 500;
+/// Then the host is about to say for how long, and no deadline fires before.
+const CLOCK_WAIT_MS: u64 = 1_000;
+/// One descriptor does not keep the others waiting.
+const FRAMES_PER_TURN: usize = 256;
+const PUMPS_PER_TURN: usize = 64;
+
+pub struct Agent {
+    pub config: AgentConfig,
+    pub own: Own,
+    pub work: Option<WorkCgroup>,
+    pub boot_id: String,
+    pub timers: Timers,
+    pub scratch: Vec<u8>,
+    pub link: Option<Box<Link>>,
+    pub streams: BTreeMap<u32, Stream>,
+    /// Streams that may have something to send.
+    pub ready: BTreeSet<u32>,
+    pub execs: Execs,
+    pub sessions: Sessions,
+    pub watches: Watches,
+    pub shutting_down: bool,
+    is_init: bool,
+    listener: UnixListener,
+    /// Keeps the listening socket in the poller.
+    _listening: Source,
+    signals: Source,
+    pending: Vec<Pending>,
+    next_pending: u32,
+    /// The last stream that sent, so that all get their turn.
+    pumped: u32,
+    hold_until_ms: u64,
+    finished: bool,
+    // Last: sources leave it when they are dropped.
+    pub poller: Poller,
+}
+
+impl Agent {
+    pub fn new(setup: Setup) -> Result<Self, AgentError> {
+        let poller = Poller::new().map_err(AgentError::at("making the poller"))?;
+        let signals =
+            signal_descriptor(&[CHLD, TERM, INT]).map_err(AgentError::at("taking signals"))?;
+        let mut signals = Source::new(&poller, signals, Token::Signals.pack());
+        let listening: OwnedFd = setup
+            .listener
+            .try_clone()
+            .map_err(AgentError::at("the listening socket"))?
+            .into();
+        let mut listening = Source::new(&poller, listening, Token::Listener.pack());
+        signals
+            .want(READ)
+            .and_then(|()| listening.want(READ))
+            .map_err(AgentError::at("waiting for connections"))?;
+        Ok(Self {
+            config: setup.config,
+            own: setup.own,
+            work: setup.work,
+            boot_id: new_boot_id(),
+            timers: Timers::new(),
+            scratch: vec![0; SCRATCH_BYTES],
+            link: None,
+            streams: BTreeMap::new(),
+            ready: BTreeSet::new(),
+            execs: Execs::default(),
+            sessions: Sessions::default(),
+            watches: Watches::default(),
+            shutting_down: false,
+            is_init: setup.is_init,
+            listener: setup.listener,
+            _listening: listening,
+            signals,
+            pending: Vec::new(),
+            next_pending: 0,
+            pumped: 0,
+            hold_until_ms: 0,
+            finished: false,
+            poller,
+        })
+    }
+
+    /// Until a shutdown is done.
+    pub fn run(&mut self) -> Result<(), AgentError> {
+        let mut ready = Vec::new();
+        let mut more = false;
+        while !self.finished {
+            let planned = self.timeout_ms(more);
+            let started = self.timers.now_ms();
+            self.poller
+                .wait(&mut ready, planned)
+                .map_err(AgentError::at("waiting"))?;
+            self.notice_freeze(started, planned);
+            for event in ready.drain(..) {
+                self.dispatch(event);
+            }
+            self.fire_timers();
+            more = self.pump();
+        }
+        Ok(())
+    }
+
+    pub fn send<T: Serialize>(&mut self, kind: FrameType, stream: u32, record: &T) {
+        if let Some(link) = self.link.as_deref_mut() {
+            link.send(kind, stream, record);
+        }
+    }
+
+    /// Ends a stream with ERR.
+    pub fn refuse_stream(&mut self, stream: u32, refusal: Refusal) {
+        self.streams.remove(&stream);
+        self.ready.remove(&stream);
+        if let Some(link) = self.link.as_deref_mut() {
+            link.refuse(stream, refusal);
+        }
+    }
+
+    /// Lets the host send as much as was consumed.
+    pub fn grant(&mut self, id: u32, consumed: u64) {
+        let grant = match self.streams.get_mut(&id) {
+            Some(stream) => stream.consumed(consumed),
+            None => None,
+        };
+        if let Some(bytes) = grant {
+            self.send(FrameType::Credit, id, &Credit { bytes });
+        }
+    }
+
+    /// The account that a file operation acts as: root unless told otherwise.
+    pub fn account(&self, user: Option<&str>) -> Result<Account, Refusal> {
+        match user {
+            None if self.own.may_switch() => Ok(Account {
+                groups: vec![0],
+                ..Account::default()
+            }),
+            None => Ok(Account {
+                uid: self.own.uid,
+                gid: self.own.gid,
+                ..Account::default()
+            }),
+            Some(user) => Database::read().find(user),
+        }
+    }
+
+    /// Undoes what a stream that is out of the table has begun.
+    pub fn abandon(&mut self, id: u32, stream: Stream) {
+        match stream.body {
+            Body::Exec(key) => self.forget_exec_stream(key),
+            Body::Helper(helper) => helper.abandon(),
+            Body::Watch => self.unwatch(id),
+            // Dropping closes them; an unfinished replacement is removed.
+            Body::Write(writing) => writing.abandon(&self.own),
+            Body::Read(_) | Body::Connect(_) => {}
+        }
+    }
+
+    pub fn forget_exec_stream(&mut self, key: u32) {
+        if let Some(exec) = self.execs.get_mut(key) {
+            exec.stream = None;
+        }
+    }
+
+    /// The host says how long everything stood still.
+    pub fn clock_told(&mut self, paused_ms: u64) {
+        self.timers.shift(paused_ms);
+        self.hold_until_ms = 0;
+    }
+
+    pub fn begin_shutdown(&mut self) {
+        if self.shutting_down {
+            return;
+        }
+        self.shutting_down = true;
+        let keys: Vec<u32> = self.execs.iter().map(|(key, _)| key).collect();
+        for key in keys {
+            if self.execs.get(key).is_some_and(|exec| exec.running) {
+                self.signal_tree(key, TERM);
+            }
+        }
+        if self.is_init {
+            let _ = kill(-1, TERM);
+        }
+        for key in self.sessions.keys() {
+            self.close_session(key);
+        }
+        self.timers.set_in(Timer::Shutdown, SHUTDOWN_MS);
+        self.shutdown_if_done();
+    }
+
+    /// Takes in ended children.
+    pub fn reap(&mut self) {
+        while let Some(reaped) = reap_one() {
+            if let Some(key) = self.execs.take_pid(reaped.pid) {
+                self.leader_ended(key, &reaped);
+            } else if !self.session_reaped(reaped.pid, reaped.ended) {
+                self.helper_reaped(reaped.pid);
+            }
+        }
+        if let Some(work) = &mut self.work {
+            work.sweep();
+        }
+        self.shutdown_if_done();
+    }
+
+    fn shutdown_if_done(&mut self) {
+        let busy = self.execs.iter().any(|(_, exec)| exec.running) || self.sessions.len() > 0;
+        if self.shutting_down && !busy {
+            self.finish();
+        }
+    }
+
+    /// The last act: nothing that we started stays.
+    fn finish(&mut self) {
+        let keys: Vec<u32> = self.execs.iter().map(|(key, _)| key).collect();
+        for key in keys {
+            self.signal_tree(key, KILL);
+        }
+        if let Some(work) = &self.work {
+            work.kill_all();
+        }
+        if self.is_init {
+            let _ = kill(-1, KILL);
+        }
+        if let Some(link) = self.link.as_deref_mut() {
+            // The answer to `shutdown`; a host that does not read does not hold us.
+            let _ = link.flush();
+        }
+        self.finished = true;
+    }
+
+    fn timeout_ms(&self, more: bool) -> i32 {
+        if more {
+            return 0;
+        }
+        let Some(next) = self.timers.next_ms() else {
+            return -1;
+        };
+        let at = next.max(self.hold_until_ms);
+        let wait = at.saturating_sub(self.timers.now_ms());
+        i32::try_from(wait).unwrap_or(i32::MAX)
+    }
+
+    fn notice_freeze(&mut self, started: u64, planned: i32) {
+        let Ok(planned) = u64::try_from(planned) else {
+            return;
+        };
+        let now = self.timers.now_ms();
+        if now > started + planned + FROZEN_MS {
+            self.hold_until_ms = now + CLOCK_WAIT_MS;
+        }
+    }
+
+    fn dispatch(&mut self, event: Ready) {
+        match Token::unpack(event.token) {
+            Some(Token::Listener) => self.accept(),
+            Some(Token::Signals) => self.take_signals(),
+            Some(Token::Inotify) => self.read_changes(),
+            Some(Token::Pending(number)) => self.advance_pending(number),
+            Some(Token::Link) => self.read_link(),
+            Some(Token::ExecOut(key)) => drop(self.read_output(key, CHANNEL_OUT)),
+            Some(Token::ExecErr(key)) => drop(self.read_output(key, CHANNEL_ERR)),
+            Some(Token::ExecIn(key)) => self.advance_input(key, 0),
+            Some(Token::SessionOut(key)) => self.discard_session_output(key, false),
+            Some(Token::SessionErr(key)) => self.discard_session_output(key, true),
+            Some(Token::SessionCommand(key)) => self.feed_session(key),
+            Some(Token::SessionReport(key)) => self.read_report(key),
+            Some(Token::HelperData(id)) => self.helper_data_ready(id),
+            Some(Token::HelperReport(id)) => self.helper_report_ready(id),
+            Some(Token::Socket(id)) => self.socket_ready(id, event.events),
+            None => {}
+        }
+    }
+
+    fn take_signals(&mut self) {
+        for signal in read_signals(&self.signals) {
+            match signal {
+                CHLD => self.reap(),
+                // Pid 1 of a sandbox ends by `shutdown` only.
+                _ if self.is_init => {}
+                _ => self.begin_shutdown(),
+            }
+        }
+    }
+
+    fn fire_timers(&mut self) {
+        if self.timers.now_ms() < self.hold_until_ms {
+            return;
+        }
+        while let Some(timer) = self.timers.pop_due() {
+            match timer {
+                Timer::Timeout(key) => self.exec_timed_out(key),
+                Timer::Grace(key) => self.grace_is_over(key),
+                Timer::KillAgain(key) => self.kill_again(key),
+                Timer::Quiet(key) | Timer::DrainEnd(key) => self.drain_is_over(key),
+                Timer::Preamble(number) => self.pending.retain(|p| p.number != number),
+                Timer::Shutdown => self.finish(),
+            }
+        }
+    }
+
+    fn accept(&mut self) {
+        match self.listener.accept() {
+            Ok((socket, _)) => {
+                if self.pending.len() >= PENDING_MAX {
+                    let oldest = self.pending.remove(0);
+                    self.timers.clear(Timer::Preamble(oldest.number));
+                }
+                self.next_pending += 1;
+                let number = self.next_pending;
+                let pending = socket
+                    .set_nonblocking(true)
+                    .and_then(|()| Pending::new(&self.poller, number, socket.into()));
+                match pending {
+                    Ok(pending) => {
+                        self.pending.push(pending);
+                        self.timers.set_in(Timer::Preamble(number), PREAMBLE_MS);
+                    }
+                    Err(error) => note("accepting", &error),
+                }
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(error) => note("accepting", &error),
+        }
+    }
+
+    fn advance_pending(&mut self, number: u32) {
+        let Some(at) = self.pending.iter().position(|p| p.number == number) else {
+            return;
+        };
+        match self.pending.remove(at).advance(&mut self.scratch) {
+            Opening::Waiting(pending) => self.pending.push(pending),
+            Opening::Gone => self.timers.clear(Timer::Preamble(number)),
+            Opening::Ready(link) => {
+                self.timers.clear(Timer::Preamble(number));
+                self.drop_link();
+                self.link = Some(link);
+            }
+        }
+    }
+
+    fn read_link(&mut self) {
+        let Some(link) = self.link.as_deref_mut() else {
+            return;
+        };
+        match link.read(&mut self.scratch) {
+            // `pump` takes the frames.
+            Ok(None | Some(true)) => {}
+            Ok(Some(false)) | Err(_) => self.drop_link(),
+        }
+    }
+
+    /// Handles the frames that are here; the rest of them later, so that others get their turn.
+    fn take_frames(&mut self) -> bool {
+        for _ in 0..FRAMES_PER_TURN {
+            let Some(link) = self.link.as_deref_mut() else {
+                return false;
+            };
+            if link.closing || link.is_stalled() {
+                return false;
+            }
+            let handled = match link.decoder().next_frame() {
+                Ok(None) => return false,
+                Ok(Some(frame)) => self.handle(frame).is_ok(),
+                Err(_) => false,
+            };
+            if !handled {
+                self.drop_link();
+            }
+        }
+        true
+    }
+
+    /// Streams end with their connection; execs and sessions do not.
+    fn drop_link(&mut self) {
+        self.link = None;
+        self.ready.clear();
+        while let Some((id, stream)) = self.streams.pop_first() {
+            self.abandon(id, stream);
+        }
+    }
+
+    /// Sends what is ready, stream by stream, while the connection has room. Gives whether there is more to do at once.
+    fn pump(&mut self) -> bool {
+        let mut more = self.take_frames();
+        for _ in 0..PUMPS_PER_TURN {
+            let has_room = self.link.as_ref().is_some_and(|link| link.has_room());
+            let Some(id) = self.next_ready().filter(|_| has_room) else {
+                break;
+            };
+            self.pumped = id;
+            self.pump_stream(id);
+        }
+        self.flush();
+        let has_room = self.link.as_ref().is_some_and(|link| link.has_room());
+        more |= has_room && !self.ready.is_empty();
+        more
+    }
+
+    fn next_ready(&self) -> Option<u32> {
+        let after = self.ready.range(self.pumped.saturating_add(1)..).next();
+        after.or_else(|| self.ready.first()).copied()
+    }
+
+    fn pump_stream(&mut self, id: u32) {
+        let Some(mut stream) = self.streams.remove(&id) else {
+            self.ready.remove(&id);
+            return;
+        };
+        let pumped = match &stream.body {
+            Body::Exec(key) => {
+                let key = *key;
+                self.pump_exec(id, &mut stream, key)
+            }
+            Body::Read(_) => self.pump_read(id, &mut stream),
+            Body::Helper(_) => self.pump_helper(id, &mut stream),
+            Body::Connect(_) => self.pump_connect(id, &mut stream),
+            Body::Watch => self.pump_watch(id),
+            Body::Write(_) => Pumped::Idle,
+        };
+        if pumped != Pumped::More {
+            self.ready.remove(&id);
+        }
+        if pumped != Pumped::Over {
+            self.streams.insert(id, stream);
+        }
+    }
+
+    fn flush(&mut self) {
+        let Some(link) = self.link.as_deref_mut() else {
+            return;
+        };
+        let over = match link.flush() {
+            Ok(()) => link.closing && link.waiting_bytes() == 0,
+            Err(_) => true,
+        };
+        if over {
+            self.drop_link();
+        }
+    }
+}
+
+/// Another value at each start. Without /dev/urandom the clock and the pid have to do.
+fn new_boot_id() -> String {
+    let mut bytes = [0u8; 16];
+    let random = std::fs::File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut bytes));
+    if random.is_err() {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        bytes = now.map_or(0, |d| d.as_nanos()).to_be_bytes();
+        bytes[..4].copy_from_slice(&std::process::id().to_be_bytes());
+    }
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,0 +1,276 @@
+//! From frames to operations.
+
+use dsec_protocol::codec::{decode, encode};
+use dsec_protocol::frames::{decode_data, Frame, FrameType};
+use dsec_protocol::limits::STREAMS_MAX;
+use dsec_protocol::opening::{Credit, Empty, Failure, Hello, HelloReply, NoArgs};
+use dsec_protocol::raw::split_request;
+use dsec_protocol::rest::{ClockArgs, ReseedArgs, UsageReply};
+use dsec_protocol::{GENERATION_MAX, GENERATION_MIN};
+use dsec_sys::rooted::disk_space;
+use serde::Serialize;
+
+use crate::agent::Agent;
+use crate::processes::ProcessTable;
+use crate::refusal::Refusal;
+use crate::streams::Body;
+
+/// What an operation gives: its RES, or a stream that goes on.
+pub enum Answer {
+    Reply(Vec<u8>),
+    Opened,
+}
+
+pub fn reply<T: Serialize>(record: &T) -> Result<Answer, Refusal> {
+    match encode(record) {
+        Ok(body) => Ok(Answer::Reply(body)),
+        Err(error) => Err(Refusal::new("internal", error.to_string())),
+    }
+}
+
+/// The host broke the protocol: the channel is closed.
+pub struct Violation;
+
+const FEATURES: &[&str] = &["watch", "archive", "connect", "sessions", "tty"];
+
+impl Agent {
+    pub fn handle(&mut self, frame: Frame) -> Result<(), Violation> {
+        let greeted = self.link.as_ref().is_some_and(|link| link.greeted);
+        match frame.kind {
+            FrameType::Hello if !greeted && frame.stream == 0 => self.hello(&frame.body),
+            _ if !greeted => Err(Violation),
+            FrameType::Req => self.request(frame.stream, &frame.body),
+            FrameType::Data => self.data(frame.stream, &frame.body),
+            FrameType::Credit => self.credit(frame.stream, &frame.body),
+            FrameType::End => {
+                self.input_end(frame.stream, &frame.body);
+                Ok(())
+            }
+            FrameType::Err => self.cancel(frame.stream, &frame.body),
+            FrameType::Hello | FrameType::Res | FrameType::Event => Err(Violation),
+        }
+    }
+
+    fn hello(&mut self, body: &[u8]) -> Result<(), Violation> {
+        let hello: Hello = decode(body).map_err(|_| Violation)?;
+        let generation = hello.generation_max.min(GENERATION_MAX);
+        let refusal = if generation < hello.generation_min.max(GENERATION_MIN) {
+            Some(("no_common_generation", "no generation is known to both"))
+        } else if !self.config.sandbox.is_empty() && hello.sandbox != self.config.sandbox {
+            Some(("wrong_sandbox", "this is another sandbox"))
+        } else {
+            None
+        };
+        let execs = self.execs.iter().map(|(_, exec)| exec.state()).collect();
+        let Some(link) = self.link.as_deref_mut() else {
+            return Ok(());
+        };
+        if let Some((code, message)) = refusal {
+            link.refuse(0, Refusal::new(code, message));
+            link.closing = true;
+            return Ok(());
+        }
+        link.greeted = true;
+        let answer = HelloReply {
+            generation,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            boot_id: self.boot_id.clone(),
+            execs,
+            features: FEATURES.iter().map(|f| (*f).to_owned()).collect(),
+        };
+        link.send(FrameType::Hello, 0, &answer);
+        Ok(())
+    }
+
+    fn request(&mut self, stream: u32, body: &[u8]) -> Result<(), Violation> {
+        if stream % 2 == 0 || self.streams.contains_key(&stream) {
+            return Err(Violation);
+        }
+        let request = split_request(body).map_err(|_| Violation)?;
+        let answer = match self.streams.len() < STREAMS_MAX {
+            true => self.operate(stream, request.op, request.args),
+            false => Err(Refusal::new("too_many_streams", "too many open streams")),
+        };
+        match answer {
+            Ok(Answer::Opened) => {}
+            Ok(Answer::Reply(body)) => self.send_reply(stream, &body),
+            Err(refusal) => self.refuse_stream(stream, refusal),
+        }
+        Ok(())
+    }
+
+    fn send_reply(&mut self, stream: u32, body: &[u8]) {
+        let Some(link) = self.link.as_deref_mut() else {
+            return;
+        };
+        if link.send_body(FrameType::Res, stream, body).is_err() {
+            link.refuse(stream, Refusal::new("internal", "the answer is too long"));
+        }
+    }
+
+    fn operate(&mut self, stream: u32, op: &str, args: &[u8]) -> Result<Answer, Refusal> {
+        match op {
+            "exec" => self.op_exec(stream, args),
+            "attach" => self.op_attach(stream, args),
+            "detach" => self.op_detach(args),
+            "ack" => self.op_ack(args),
+            "exit_ack" => self.op_exit_ack(args),
+            "signal" => self.op_signal(args),
+            "kill" => self.op_kill(args),
+            "resize" => self.op_resize(args),
+            "execs" => none(args).and_then(|()| self.op_execs()),
+            "session_open" => self.op_session_open(args),
+            "session_close" => self.op_session_close(args),
+            "sessions" => none(args).and_then(|()| self.op_sessions()),
+            "stat" => self.op_stat(args),
+            "list" => self.op_list(args),
+            "read" => self.op_read(stream, args),
+            "write" => self.op_write(stream, args),
+            "mkdir" => self.op_mkdir(args),
+            "move" => self.op_move(args),
+            "remove" => self.op_remove(stream, args),
+            "chmod" => self.op_chmod(args),
+            "chown" => self.op_chown(args),
+            "symlink" => self.op_symlink(args),
+            "archive" => self.op_archive(stream, args),
+            "extract" => self.op_extract(stream, args),
+            "watch" => self.op_watch(stream, args),
+            "connect" => self.op_connect(stream, args),
+            "usage" => none(args).and_then(|()| self.op_usage()),
+            "clock" => self.op_clock(args),
+            "reseed" => op_reseed(args),
+            "freeze_prepare" => none(args).and_then(|()| reply(&Empty {})),
+            "shutdown" => none(args).and_then(|()| {
+                self.begin_shutdown();
+                reply(&Empty {})
+            }),
+            _ => Err(Refusal::new("unknown_op", "no such operation")),
+        }
+    }
+
+    fn data(&mut self, id: u32, body: &[u8]) -> Result<(), Violation> {
+        let data = decode_data(body).map_err(|_| Violation)?;
+        let count = data.payload.len() as u64;
+        let Some(mut stream) = self.streams.remove(&id) else {
+            // Crossed the stream's end.
+            return Ok(());
+        };
+        if count == 0 || count > stream.window {
+            return Err(Violation);
+        }
+        stream.window -= count;
+        let result = match &stream.body {
+            Body::Exec(key) => {
+                let key = *key;
+                self.streams.insert(id, stream);
+                self.exec_input(key, &data)
+                    .inspect_err(|_| self.forget_exec_stream(key))
+            }
+            Body::Write(_) => self.write_input(id, stream, &data),
+            Body::Helper(_) => self.helper_input(id, stream, &data),
+            Body::Connect(_) => self.connect_input(id, stream, &data),
+            Body::Read(_) | Body::Watch => Err(Refusal::invalid("this stream takes no data")),
+        };
+        if let Err(refusal) = result {
+            self.refuse_stream(id, refusal);
+        }
+        Ok(())
+    }
+
+    fn credit(&mut self, id: u32, body: &[u8]) -> Result<(), Violation> {
+        let credit: Credit = decode(body).map_err(|_| Violation)?;
+        if let Some(stream) = self.streams.get_mut(&id) {
+            stream.credit = stream.credit.saturating_add(credit.bytes);
+            self.ready.insert(id);
+        }
+        Ok(())
+    }
+
+    fn input_end(&mut self, id: u32, body: &[u8]) {
+        let Some(stream) = self.streams.remove(&id) else {
+            return;
+        };
+        let result = match &stream.body {
+            Body::Exec(key) => {
+                let key = *key;
+                self.streams.insert(id, stream);
+                self.exec_input_end(key, body)
+                    .inspect_err(|_| self.forget_exec_stream(key))
+            }
+            Body::Write(_) => self.write_end(id, stream, body),
+            Body::Helper(_) => {
+                self.helper_input_end(id, stream);
+                Ok(())
+            }
+            Body::Connect(_) => {
+                self.connect_input_end(id, stream);
+                Ok(())
+            }
+            Body::Watch => {
+                self.unwatch(id);
+                if let Some(link) = self.link.as_deref_mut() {
+                    link.end(id);
+                }
+                Ok(())
+            }
+            Body::Read(_) => {
+                self.streams.insert(id, stream);
+                Ok(())
+            }
+        };
+        if let Err(refusal) = result {
+            self.refuse_stream(id, refusal);
+        }
+    }
+
+    fn cancel(&mut self, id: u32, body: &[u8]) -> Result<(), Violation> {
+        let _: Failure = decode(body).map_err(|_| Violation)?;
+        if let Some(stream) = self.streams.remove(&id) {
+            self.abandon(id, stream);
+            self.refuse_stream(id, Refusal::new("cancelled", "given up by the host"));
+        }
+        Ok(())
+    }
+
+    fn op_usage(&self) -> Result<Answer, Refusal> {
+        let disk = disk_space(c"/").unwrap_or_default();
+        reply(&UsageReply {
+            processes: ProcessTable::read().len() as u64,
+            execs: self.execs.live() as u64,
+            sessions: self.sessions.len() as u64,
+            agent_rss_bytes: own_rss_bytes(),
+            disk_used_bytes: disk.used_bytes,
+            disk_total_bytes: disk.total_bytes,
+        })
+    }
+
+    fn op_clock(&mut self, args: &[u8]) -> Result<Answer, Refusal> {
+        let args: ClockArgs = decode(args)?;
+        if !args.paused_s.is_finite() || args.paused_s < 0.0 {
+            return Err(Refusal::invalid("paused_s is out of range"));
+        }
+        self.clock_told((args.paused_s.min(1e9) * 1000.0) as u64);
+        reply(&Empty {})
+    }
+}
+
+fn none(args: &[u8]) -> Result<(), Refusal> {
+    let NoArgs {} = decode(args)?;
+    Ok(())
+}
+
+/// Mixed in without being counted as entropy, which needs no right.
+fn op_reseed(args: &[u8]) -> Result<Answer, Refusal> {
+    let args: ReseedArgs = decode(args)?;
+    let seed = &args.seed[..args.seed.len().min(4096)];
+    std::fs::write("/dev/urandom", seed)
+        .map_err(|e| Refusal::system("reseed_failed", "/dev/urandom", &e))?;
+    reply(&Empty {})
+}
+
+fn own_rss_bytes() -> u64 {
+    const PAGE_BYTES: u64 = 4096;
+    let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let pages = text.split(' ').nth(1).and_then(|field| field.parse().ok());
+    pages.unwrap_or(0u64) * PAGE_BYTES
+}

@@ -1,0 +1,97 @@
+//! Reading a file as a stream.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+
+use dsec_protocol::codec::decode;
+use dsec_protocol::files::ReadArgs;
+use dsec_protocol::frames::{Data, FrameType, CHANNEL_OUT};
+use dsec_sys::rooted::NOT_BLOCKING;
+
+use super::{path_of, stat_of};
+use crate::agent::Agent;
+use crate::dispatch::Answer;
+use crate::exec::requests::Pumped;
+use crate::refusal::Refusal;
+use crate::streams::{Body, Stream};
+
+pub struct Reading {
+    file: File,
+    path: Vec<u8>,
+    offset: u64,
+    end: u64,
+}
+
+impl Agent {
+    pub fn op_read(&mut self, stream: u32, args: &[u8]) -> Result<Answer, Refusal> {
+        let args: ReadArgs = decode(args)?;
+        let target = path_of(&args.path)?;
+        // Non-blocking, for what turns out to be a FIFO.
+        let (file, facts) = self.on_path(&args.path, args.user.as_deref(), |path| {
+            let file = OpenOptions::new()
+                .read(true)
+                .custom_flags(NOT_BLOCKING)
+                .open(path)?;
+            let facts = file.metadata()?;
+            Ok((file, facts))
+        })?;
+        if !facts.is_file() {
+            return Err(Refusal::new("not_a_file", "only regular files are read"));
+        }
+        self.send(FrameType::Res, stream, &stat_of(&target, &facts));
+        let reading = Reading {
+            file,
+            path: args.path,
+            offset: args.offset,
+            end: args.offset.saturating_add(args.length.unwrap_or(u64::MAX)),
+        };
+        self.streams
+            .insert(stream, Stream::new(Body::Read(reading)));
+        self.ready.insert(stream);
+        Ok(Answer::Opened)
+    }
+
+    pub fn pump_read(&mut self, id: u32, stream: &mut Stream) -> Pumped {
+        let (Body::Read(reading), Some(link)) = (&mut stream.body, self.link.as_deref_mut()) else {
+            return Pumped::Idle;
+        };
+        let left = reading.end - reading.offset;
+        if left > 0 && stream.credit == 0 {
+            return Pumped::Idle;
+        }
+        let count = (self.scratch.len() as u64).min(stream.credit).min(left) as usize;
+        let read = match read_at(&reading.file, &mut self.scratch[..count], reading.offset) {
+            Ok(read) => read,
+            Err(error) => {
+                link.refuse(id, Refusal::file(&reading.path, &error));
+                return Pumped::Over;
+            }
+        };
+        if read == 0 {
+            link.end(id);
+            return Pumped::Over;
+        }
+        let data = Data {
+            channel: CHANNEL_OUT,
+            offset: reading.offset,
+            sequence: 0,
+            payload: &self.scratch[..read],
+        };
+        if let Err(error) = link.send_data(id, data, &[]) {
+            link.refuse(id, Refusal::new("internal", error.to_string()));
+            return Pumped::Over;
+        }
+        reading.offset += read as u64;
+        stream.credit -= read as u64;
+        Pumped::More
+    }
+}
+
+/// An offset that the kernel would not take is behind every file's end.
+fn read_at(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+    match i64::try_from(offset) {
+        Ok(_) => file.read_at(buffer, offset),
+        Err(_) => Ok(0),
+    }
+}

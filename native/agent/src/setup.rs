@@ -1,0 +1,141 @@
+//! What the agent is given at its start (protocol section 7), and what it finds out about itself.
+
+use std::fs::{File, Permissions};
+use std::io::{Read, Seek};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+
+use dsec_protocol::codec::decode;
+use dsec_protocol::opening::AgentConfig;
+use dsec_sys::errno::errno_name;
+use dsec_sys::pipes::inherited;
+use dsec_sys::process::{become_subreaper, raise_open_files, set_umask};
+use dsec_sys::rights;
+
+use crate::cgroup::WorkCgroup;
+use crate::refusal::AgentError;
+
+const CONFIG_BYTES_MAX: u64 = 4 << 20;
+
+pub struct Setup {
+    pub listener: UnixListener,
+    pub work: Option<WorkCgroup>,
+    pub config: AgentConfig,
+    pub own: Own,
+    /// Pid 1 of a sandbox: ends only by `shutdown`.
+    pub is_init: bool,
+}
+
+/// Facts about this process that do not change.
+pub struct Own {
+    pub uid: u32,
+    pub gid: u32,
+    pub groups: Vec<u32>,
+    pub permitted: u64,
+    pub drop_bounding: u64,
+    /// Soft and hard limit of open files that commands get.
+    pub nofile: (u64, u64),
+}
+
+impl Own {
+    pub fn may_switch(&self) -> bool {
+        let needed = rights::CAP_SETUID | rights::CAP_SETGID;
+        self.permitted & needed == needed
+    }
+}
+
+pub fn read_setup() -> Result<Setup, AgentError> {
+    let arguments: Vec<_> = std::env::args_os().skip(1).collect();
+    let is_init = std::process::id() == 1;
+    let (listener, work, config) = match arguments.as_slice() {
+        [flag, path] if flag == "--listen" => (listen(Path::new(path))?, None, stand_alone()),
+        [flag] if flag == "--fd" => handed_over()?,
+        _ => return Err(AgentError::Usage),
+    };
+    listener
+        .set_nonblocking(true)
+        .map_err(AgentError::at("setting the listening socket"))?;
+    if !is_init {
+        become_subreaper().map_err(AgentError::at("becoming a subreaper"))?;
+    }
+    let own = find_own(&config)?;
+    Ok(Setup {
+        listener,
+        work,
+        config,
+        own,
+        is_init,
+    })
+}
+
+fn listen(path: &Path) -> Result<UnixListener, AgentError> {
+    let old = set_umask(0o177);
+    let listener = UnixListener::bind(path).map_err(AgentError::at("binding the socket"));
+    set_umask(old);
+    let listener = listener?;
+    std::fs::set_permissions(path, Permissions::from_mode(0o600))
+        .map_err(AgentError::at("protecting the socket"))?;
+    Ok(listener)
+}
+
+/// Stand-alone the agent confines nothing.
+fn stand_alone() -> AgentConfig {
+    AgentConfig {
+        caps_exec: u64::MAX,
+        ..AgentConfig::default()
+    }
+}
+
+type HandedOver = (UnixListener, Option<WorkCgroup>, AgentConfig);
+
+fn handed_over() -> Result<HandedOver, AgentError> {
+    let socket = inherited(3).ok_or(AgentError::Missing("descriptor 3, the listening socket"))?;
+    let directory: Option<OwnedFd> = inherited(4);
+    let config = inherited(5).ok_or(AgentError::Missing("descriptor 5, the configuration"))?;
+    let work = directory
+        .map(|fd| WorkCgroup::open(&fd))
+        .transpose()
+        .map_err(AgentError::at("opening work/ of the cgroup"))?;
+    Ok((
+        UnixListener::from(socket),
+        work,
+        read_config(config.into())?,
+    ))
+}
+
+fn read_config(mut file: File) -> Result<AgentConfig, AgentError> {
+    let mut bytes = Vec::new();
+    file.rewind()
+        .and_then(|()| file.take(CONFIG_BYTES_MAX).read_to_end(&mut bytes))
+        .map_err(AgentError::at("reading the configuration"))?;
+    decode(&bytes).map_err(AgentError::Config)
+}
+
+fn find_own(config: &AgentConfig) -> Result<Own, AgentError> {
+    let (uid, gid) = rights::own_ids();
+    let caps = rights::own_capabilities().map_err(AgentError::at("reading capabilities"))?;
+    let groups = rights::own_groups().map_err(AgentError::at("reading groups"))?;
+    let (soft, hard) = raise_open_files().map_err(AgentError::at("raising the open-file limit"))?;
+    let nofile = match config.nofile {
+        Some(wanted) => (wanted.min(hard), wanted.min(hard)),
+        None => (soft, hard),
+    };
+    Ok(Own {
+        uid,
+        gid,
+        groups,
+        permitted: caps.permitted,
+        drop_bounding: rights::bounding_set() & !config.caps_exec,
+        nofile,
+    })
+}
+
+/// For messages about what cannot be helped.
+pub fn note(what: &str, error: &std::io::Error) {
+    eprintln!(
+        "dsec-agent: {what}: {}",
+        errno_name(dsec_sys::errno::errno_of(error))
+    );
+}

@@ -1,0 +1,49 @@
+//! Records of the other operations.
+
+use serde::{Deserialize, Serialize};
+
+fn localhost() -> String {
+    "localhost".to_owned()
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ConnectArgs {
+    #[serde(default = "localhost")]
+    pub host: String,
+    #[serde(default)]
+    pub port: Option<u16>,
+    #[serde(default, with = "serde_bytes")]
+    pub path: Option<Vec<u8>>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct UsageReply {
+    #[serde(default)]
+    pub processes: u64,
+    #[serde(default)]
+    pub execs: u64,
+    #[serde(default)]
+    pub sessions: u64,
+    #[serde(default)]
+    pub agent_rss_bytes: u64,
+    #[serde(default)]
+    pub disk_used_bytes: u64,
+    #[serde(default)]
+    pub disk_total_bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ClockArgs {
+    pub paused_s: f64,
+    #[serde(default)]
+    pub wall_s: Option<f64>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ReseedArgs {
+    #[serde(with = "serde_bytes")]
+    pub seed: Vec<u8>,
+}

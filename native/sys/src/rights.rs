@@ -1,0 +1,137 @@
+//! With whose rights a single-threaded program acts on files, and becoming somebody for good.
+
+use std::io;
+
+use crate::result::{check, check_long};
+
+pub const CAP_CHOWN: u64 = 1 << 0;
+pub const CAP_DAC_OVERRIDE: u64 = 1 << 1;
+pub const CAP_FOWNER: u64 = 1 << 3;
+pub const CAP_FSETID: u64 = 1 << 4;
+pub const CAP_SETGID: u64 = 1 << 6;
+pub const CAP_SETUID: u64 = 1 << 7;
+/// Capabilities that the kernel asks about when files are used.
+pub const CAPS_OF_FILES: u64 = CAP_CHOWN | CAP_DAC_OVERRIDE | CAP_FOWNER | CAP_FSETID;
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CapSets {
+    pub effective: u64,
+    pub permitted: u64,
+    pub inheritable: u64,
+}
+
+#[repr(C)]
+struct CapHeader {
+    version: u32,
+    pid: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct CapData {
+    effective: u32,
+    permitted: u32,
+    inheritable: u32,
+}
+
+const VERSION_3: u32 = 0x2008_0522;
+
+pub fn own_capabilities() -> io::Result<CapSets> {
+    let mut header = CapHeader {
+        version: VERSION_3,
+        pid: 0,
+    };
+    let mut data = [CapData::default(); 2];
+    // SAFETY: header and data have the layout of version 3 and live during the call.
+    check_long(unsafe { libc::syscall(libc::SYS_capget, &raw mut header, data.as_mut_ptr()) })?;
+    let join = |low: u32, high: u32| (u64::from(high) << 32) | u64::from(low);
+    Ok(CapSets {
+        effective: join(data[0].effective, data[1].effective),
+        permitted: join(data[0].permitted, data[1].permitted),
+        inheritable: join(data[0].inheritable, data[1].inheritable),
+    })
+}
+
+pub fn set_own_capabilities(sets: CapSets) -> io::Result<()> {
+    check_long(raw_capset(sets)).map(drop)
+}
+
+/// Safe between clone and exec: allocates nothing. -1 and errno on failure.
+pub(crate) fn raw_capset(sets: CapSets) -> libc::c_long {
+    let mut header = CapHeader {
+        version: VERSION_3,
+        pid: 0,
+    };
+    let half = |shift: u32| CapData {
+        effective: (sets.effective >> shift) as u32,
+        permitted: (sets.permitted >> shift) as u32,
+        inheritable: (sets.inheritable >> shift) as u32,
+    };
+    let data = [half(0), half(32)];
+    // SAFETY: header and data have the layout of version 3 and live during the call.
+    unsafe { libc::syscall(libc::SYS_capset, &raw mut header, data.as_ptr()) }
+}
+
+/// The bounding set of this process.
+pub fn bounding_set() -> u64 {
+    let mut set = 0;
+    for capability in 0..64 {
+        // SAFETY: no pointers; an unknown capability gives -1.
+        if unsafe { libc::prctl(libc::PR_CAPBSET_READ, capability, 0, 0, 0) } == 1 {
+            set |= 1 << capability;
+        }
+    }
+    set
+}
+
+pub fn set_groups(groups: &[u32]) -> io::Result<()> {
+    // SAFETY: the slice is valid for its length during the call.
+    check_long(unsafe { libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()) })
+        .map(drop)
+}
+
+pub fn own_groups() -> io::Result<Vec<u32>> {
+    // SAFETY: with a size of 0 nothing is written and the count is given.
+    let count = check(unsafe { libc::getgroups(0, std::ptr::null_mut()) })?;
+    let mut groups = vec![0u32; count as usize];
+    // SAFETY: the buffer is writable for the count given.
+    let count = check(unsafe { libc::getgroups(count, groups.as_mut_ptr()) })?;
+    groups.truncate(count as usize);
+    Ok(groups)
+}
+
+/// Effective user and group.
+pub fn own_ids() -> (u32, u32) {
+    // SAFETY: neither call can fail or touches memory.
+    unsafe { (libc::geteuid(), libc::getegid()) }
+}
+
+/// File-system user and group of this thread. setfsuid reports no error, so the result is read back.
+pub fn set_fs_ids(uid: u32, gid: u32) -> io::Result<()> {
+    // SAFETY: no pointers; -1 as an argument changes nothing and gives the present id.
+    let (now_uid, now_gid) = unsafe {
+        libc::setfsgid(gid);
+        libc::setfsuid(uid);
+        (libc::setfsuid(u32::MAX), libc::setfsgid(u32::MAX))
+    };
+    if (now_uid as u32, now_gid as u32) != (uid, gid) {
+        return Err(io::Error::from_raw_os_error(libc::EPERM));
+    }
+    Ok(())
+}
+
+/// Becomes somebody for good: groups, ids, then exactly the capabilities `keep` of those held.
+pub fn become_for_good(uid: u32, gid: u32, groups: &[u32], keep: u64) -> io::Result<()> {
+    set_groups(groups)?;
+    // SAFETY: no pointers.
+    unsafe {
+        check_long(libc::syscall(libc::SYS_setresgid, gid, gid, gid))?;
+        check_long(libc::syscall(libc::SYS_setresuid, uid, uid, uid))?;
+    }
+    let kept = own_capabilities()?.permitted & keep;
+    set_own_capabilities(CapSets {
+        effective: kept,
+        permitted: kept,
+        inheritable: 0,
+    })
+}
