@@ -13,11 +13,10 @@ from dsec.core.limits import DATA_BYTES_MAX
 from dsec.wire import agent
 from dsec.wire.api import HEADER_FILE_INFO, TYPE_BYTES, TYPE_TAR
 from dsec.wire.codec import pack, unpack
-from dsec.wire.frames import Channel, Frame, FrameType, decode_data, encode_data
+from dsec.wire.frames import Channel, Frame, FrameType, decode_data, encode_data_body
 from dsec.wire.node import Stream
 from dsec.wire.records import FileInfo
 
-_FRAME_HEAD_BYTES = 9  # of an encoded frame, before its body
 _HEADER_CHARS_MAX = 8_000  # clients refuse longer ones
 
 
@@ -109,8 +108,8 @@ class DataSender:
     async def send(self, data: bytes) -> None:
         for start in range(0, len(data), DATA_BYTES_MAX):
             piece = data[start : start + DATA_BYTES_MAX]
-            encoded = encode_data(0, Channel.IN, self._offset, self._sequence, piece)
-            await self._stream.send(Frame(FrameType.DATA, 0, encoded[_FRAME_HEAD_BYTES:]))
+            body = encode_data_body(Channel.IN, self._offset, self._sequence, piece)
+            await self._stream.send(Frame(FrameType.DATA, 0, body))
             self._offset += len(piece)
             self._sequence += 1
 

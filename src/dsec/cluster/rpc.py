@@ -59,7 +59,7 @@ class EmbeddedRpc:
 
     @property
     def streams_open(self) -> int:
-        return len(self._streams)
+        return sum(not task.done() for task in self._streams)
 
     async def call(
         self,

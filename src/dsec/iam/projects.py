@@ -18,7 +18,7 @@ def parse_project(text: str) -> str:
     if text == ROOT:
         return text
     parts = text.split("/")
-    if parts[0] or len(parts) - 1 > DEPTH_MAX or not all(_PART.match(part) for part in parts[1:]):
+    if parts[0] or not 2 <= len(parts) <= DEPTH_MAX + 1 or not all(_PART.match(part) for part in parts[1:]):
         raise InvalidArgumentError(
             f"{text[:80]!r} is not a project path",
             hint="a project path is '/' or such as '/team/run-7': names of letters, digits, '.', '_' and '-'",

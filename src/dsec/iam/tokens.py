@@ -13,10 +13,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsec.core.clock import Clock, SystemClock
-from dsec.core.errors import AuthError, CapacityError, ForbiddenError, NotFoundError, StorageError
+from dsec.core.errors import (
+    AuthError,
+    CapacityError,
+    ForbiddenError,
+    InvalidArgumentError,
+    NotFoundError,
+    StorageError,
+)
 from dsec.core.limits import TOKENS_MAX
-from dsec.iam.principals import Principal, closed_rights
-from dsec.iam.projects import parse_project, reaches
+from dsec.iam.principals import Principal, Right, closed_rights
+from dsec.iam.projects import ROOT, parse_project, reaches
 
 PREFIX: Final = "dsec_"
 
@@ -160,6 +167,11 @@ def _prepare(database: sqlite3.Connection) -> None:
 
 
 def _check_grant(wanted: Principal, by: Principal) -> None:
+    if Right.ADMIN in wanted.rights and wanted.project != ROOT:
+        raise InvalidArgumentError(
+            "the right admin is over the whole service, so its project is '/'",
+            hint="a project's tokens have use or read",
+        )
     if not reaches(by.project, wanted.project):
         raise ForbiddenError(f"{by.project} may not make tokens for {wanted.project}")
     missing = wanted.rights - by.rights

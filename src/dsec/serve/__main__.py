@@ -56,6 +56,7 @@ def _up(options: argparse.Namespace, given: list[str], pipe: int | None) -> int:
 
     def ready() -> None:
         if pipe is not None:
+            os.chdir("/")  # a service must not keep a file system busy; names in its settings were relative to here
             os.write(pipe, READY)
             os.close(pipe)
 

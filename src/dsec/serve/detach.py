@@ -12,7 +12,7 @@ from typing import Final
 
 from dsec.core.errors import HostError
 from dsec.serve.config import ServeConfig
-from dsec.serve.lock import holder_of
+from dsec.serve.lock import already_running, holder_of
 from dsec.serve.probe import answers_health
 
 START_TIMEOUT_S: Final = 60.0
@@ -25,8 +25,11 @@ _PIPE_VARIABLE: Final = "DSEC_READY_FD"
 def start_detached(config: ServeConfig, arguments: Sequence[str], *, timeout_s: float = START_TIMEOUT_S) -> int:
     """The pid of a service that answers. `arguments` are those of `up`, without --detach.
 
-    Raises HostError with what the service had to say when it ends before. One that does not answer in time is stopped.
+    Raises ConflictError when one runs there already, HostError with what the service had to say when it ends before.
+    One that does not answer in time is stopped.
     """
+    if (holder := holder_of(config.socket.parent)) is not None:
+        raise already_running(config.socket.parent, holder)
     reader, writer = os.pipe2(os.O_CLOEXEC)
     try:
         process = subprocess.Popen(
@@ -34,7 +37,6 @@ def start_detached(config: ServeConfig, arguments: Sequence[str], *, timeout_s: 
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            cwd="/",
             env={**os.environ, _PIPE_VARIABLE: str(writer)},
             pass_fds=(writer,),
             start_new_session=True,  # the terminal's signals are not for it

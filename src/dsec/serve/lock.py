@@ -27,11 +27,7 @@ class RunLock:
         except BlockingIOError as error:
             pid = _pid(descriptor)
             os.close(descriptor)
-            who = f"process {pid}" if pid else "another process"
-            raise ConflictError(
-                f"dsec is running on {run_dir} already, as {who}",
-                hint="use it, stop it with `dsec down`, or choose another --run-dir and --state-dir",
-            ) from error
+            raise already_running(run_dir, pid) from error
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         return cls(descriptor)
@@ -42,6 +38,14 @@ class RunLock:
             os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def already_running(run_dir: Path, pid: int | None) -> ConflictError:
+    who = f"process {pid}" if pid else "another process"
+    return ConflictError(
+        f"dsec is running on {run_dir} already, as {who}",
+        hint="use it, stop it with `dsec down`, or choose another --run-dir and --state-dir",
+    )
 
 
 def holder_of(run_dir: Path) -> int | None:

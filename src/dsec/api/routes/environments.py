@@ -37,8 +37,11 @@ async def build_environment(request: Request) -> None:
         frame = await stream.recv()
         await request.start(200, TYPE_NDJSON, [])
         try:
-            while frame is not None:
-                await request.write(to_json(_event(frame)) + b"\n")
+            kind = ""
+            while frame is not None and kind != "done":  # told by an event, and once more by the stream's END
+                event = _event(frame)
+                kind = event.kind
+                await request.write(to_json(event) + b"\n")
                 frame = await stream.recv()
         except ClientGoneError:
             raise

@@ -56,7 +56,7 @@ ROUTES = (
         None,
         answer=Health,
     ),
-    Route("GET", "/v1/doctor", doctor, "What this host can do, and why not the rest.", Right.READ, answer=DoctorReport),
+    Route("GET", "/v1/doctor", doctor, "What this host can do, and what not.", Right.ADMIN, answer=DoctorReport),
     Route(
         "GET",
         "/metrics",

@@ -34,7 +34,7 @@ ROUTES = (
         answer=SessionInfo,
         mutates=True,
     ),
-    Route("GET", "/v1/sandboxes/{id}/sessions", list_sessions, "Its sessions.", Right.READ, answer=SessionPage),
+    Route("GET", "/v1/sandboxes/{id}/sessions", list_sessions, "Its sessions.", Right.USE, answer=SessionPage),
     Route(
         "DELETE",
         "/v1/sandboxes/{id}/sessions/{name}",
