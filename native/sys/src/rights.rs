@@ -6,12 +6,23 @@ use crate::result::{check, check_long};
 
 pub const CAP_CHOWN: u64 = 1 << 0;
 pub const CAP_DAC_OVERRIDE: u64 = 1 << 1;
+pub const CAP_DAC_READ_SEARCH: u64 = 1 << 2;
 pub const CAP_FOWNER: u64 = 1 << 3;
 pub const CAP_FSETID: u64 = 1 << 4;
 pub const CAP_SETGID: u64 = 1 << 6;
 pub const CAP_SETUID: u64 = 1 << 7;
-/// Capabilities that the kernel asks about when files are used.
-pub const CAPS_OF_FILES: u64 = CAP_CHOWN | CAP_DAC_OVERRIDE | CAP_FOWNER | CAP_FSETID;
+pub const CAP_LINUX_IMMUTABLE: u64 = 1 << 9;
+pub const CAP_MKNOD: u64 = 1 << 27;
+pub const CAP_MAC_OVERRIDE: u64 = 1 << 32;
+/// Capabilities that the kernel asks about when files are used: those that setfsuid(2) drops.
+pub const CAPS_OF_FILES: u64 = CAP_CHOWN
+    | CAP_DAC_OVERRIDE
+    | CAP_DAC_READ_SEARCH
+    | CAP_FOWNER
+    | CAP_FSETID
+    | CAP_LINUX_IMMUTABLE
+    | CAP_MKNOD
+    | CAP_MAC_OVERRIDE;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CapSets {
