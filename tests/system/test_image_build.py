@@ -31,6 +31,7 @@ from dsec.wire.environments import (
     BuildRequest,
     DebianSource,
     DirectorySource,
+    EnvironmentInfo,
     OciSource,
     Ownership,
     TarSource,
@@ -254,13 +255,20 @@ async def test_names_that_are_no_text_can_be_told_of(store: EnvironmentStore, tm
 
 
 async def test_more_builds_than_the_machine_can_take_are_refused(store: EnvironmentStore, endless: OciSource) -> None:
-    running = [
-        asyncio.create_task(build(store, BuildRequest(name=f"x{number}", source=endless)))
-        for number in range(BUILDS_MAX)
-    ]
+    all_run = asyncio.Event()
+    started: set[str] = set()
+
+    def start(name: str) -> asyncio.Task[EnvironmentInfo]:
+        def note(event: BuildEvent) -> None:
+            started.add(name)
+            if len(started) == BUILDS_MAX:
+                all_run.set()
+
+        return asyncio.create_task(build(store, BuildRequest(name=name, source=endless), note))
+
+    running = [start(f"x{number}") for number in range(BUILDS_MAX)]
     async with asyncio.timeout(WAIT_S):
-        while store.builds_running < BUILDS_MAX:
-            await asyncio.sleep(0.01)  # between two looks
+        await all_run.wait()
 
     with pytest.raises(CapacityError) as error:
         await build(store, BuildRequest(name="x", source=endless))

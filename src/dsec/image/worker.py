@@ -65,7 +65,10 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def build_now(
     store: EnvironmentStore, request: BuildRequest, report: Report, *, proxies: Mapping[str, str] | None = None
 ) -> EnvironmentInfo:
-    """Build in this process, blocking. All or nothing: after an error the store is as before."""
+    """Build in this process, blocking. After an error every name stands for what it did before.
+
+    A layer that was published just before the error has no name, and is left to `EnvironmentStore.collect`.
+    """
     if isinstance(request.source, DirectorySource) and directory.contains(request.source, store.state):
         raise InvalidArgumentError(
             f"{request.source.path!r} contains the store itself", hint="choose a directory below it"
@@ -210,8 +213,9 @@ def _convert(
             _progress(report, "verify", "comparing the image with the tree")
             erofs.verify_image(layer, digest=found.digest, as_root=as_root)
             return LayerKind.EROFS
-        except StorageError as error:
-            verdict = erofs.Verdict(False, error.message)
+        except (StorageError, OSError) as error:
+            require_free(store.state)  # a full disk is no reason for another format
+            verdict = erofs.Verdict(False, typed(error).message)
         for name in (META_NAME, BLOB_NAME):
             (layer / name).unlink(missing_ok=True)
     _log(report, f"kept as a plain directory: {verdict.reason}")
