@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from dsec.core import limits
-from dsec.core.errors import DeadlineError, InvalidArgumentError, Outcome, ProtocolError
+from dsec.core.errors import ConflictError, DeadlineError, InvalidArgumentError, Outcome, ProtocolError
 from dsec.sdk.output import Ended, Offsets, follow_output
 from dsec.sdk.results import Chunk, Decoder, ExecResult, Tape, result_of
 from dsec.sdk.transport import Transport
@@ -156,9 +156,13 @@ class AsyncProcess:
                 position += await self._send(raw[position : position + _STDIN_PIECE_BYTES], eof=False)
 
     async def close_stdin(self) -> None:
-        """The command reads end-of-file after what was written. Doing it twice is fine."""
+        """The command reads end-of-file after what was written. Doing it twice is fine, and after its end too."""
         async with self._stdin_lock:
-            await self._send(b"", eof=True)
+            try:
+                await self._send(b"", eof=True)
+            except ConflictError:
+                if (await self.info()).state != "ended":
+                    raise
 
     async def _send(self, data: bytes, *, eof: bool) -> int:
         """Sends a piece; gives how much of it was accepted. The offset makes a repeated one harmless."""

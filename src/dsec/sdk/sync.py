@@ -79,7 +79,7 @@ class Process(Blocking[AsyncProcess]):
         portal().run(self._async.write(data))
 
     def close_stdin(self) -> None:
-        """The command reads end-of-file after what was written. Doing it twice is fine."""
+        """The command reads end-of-file after what was written. Doing it twice is fine, and after its end too."""
         portal().run(self._async.close_stdin())
 
     def signal(self, signal: int | str = signals.SIGTERM, *, tree: bool = False) -> ExecInfo:

@@ -91,34 +91,34 @@ async def _upload_large(
 async def _send_resumable(
     transport: Transport, files: AsyncFiles, sandbox: str, local: Path, part: str, mode: int, user: str | None
 ) -> int:
-    at, stalls = 0, 0
-    while True:
-        query: Query = {"path": check_path(part), "offset": at, "mode": f"{mode:o}", "parents": True, "user": user}
-        try:
-            async with transport.stream(
-                "PUT",
-                f"/sandboxes/{sandbox}/files",
-                query=query,
-                data=_Once(_pieces(local, at)),
-                headers={"Content-Type": api.TYPE_BYTES},
-            ) as response:
-                return at + decode_reply(await response.read(), WriteAnswer).bytes
-        except UnavailableError as error:
-            had = at
-            # What arrived is a beginning of the file; the rest goes from there.
-            at = (await files.stat(part, user=user)).size if await files.exists(part, user=user) else 0
-            stalls = 0 if at > had else stalls + 1
-            await transport.pause(error, max(stalls, 1), most=_PROGRESS_STALLS_MAX)
-
-
-async def _pieces(local: Path, offset: int) -> AsyncIterator[bytes]:
-    file = await asyncio.to_thread(open, local, "rb", 0)
+    file = await asyncio.to_thread(os.open, local, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        await asyncio.to_thread(file.seek, offset)
-        while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
-            yield piece
+        at, stalls = 0, 0
+        while True:
+            query: Query = {"path": check_path(part), "offset": at, "mode": f"{mode:o}", "parents": True, "user": user}
+            try:
+                async with transport.stream(
+                    "PUT",
+                    f"/sandboxes/{sandbox}/files",
+                    query=query,
+                    data=_Once(_pieces(file, at)),
+                    headers={"Content-Type": api.TYPE_BYTES},
+                ) as response:
+                    return at + decode_reply(await response.read(), WriteAnswer).bytes
+            except UnavailableError as error:
+                had = at
+                # What arrived is a beginning of the file; the rest goes from there.
+                at = (await files.stat(part, user=user)).size if await files.exists(part, user=user) else 0
+                stalls = 0 if at > had else stalls + 1
+                await transport.pause(error, max(stalls, 1), most=_PROGRESS_STALLS_MAX)
     finally:
-        file.close()
+        os.close(file)
+
+
+async def _pieces(file: int, offset: int) -> AsyncIterator[bytes]:
+    while piece := await asyncio.to_thread(os.pread, file, _PIECE_BYTES, offset):
+        offset += len(piece)
+        yield piece
 
 
 async def _upload_directory(transport: Transport, sandbox: str, local: Path, remote: str, user: str | None) -> Transfer:

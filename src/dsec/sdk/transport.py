@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import random
 import socket
@@ -44,6 +45,7 @@ STREAMS_MAX: Final = 2_048  # connections that last: output, files, waits. Apart
 _CONNECT_TIMEOUT_S: Final = 10.0
 _KEEPALIVE_S: Final = 30.0  # below limits.KEEP_ALIVE_S: the server must not be the one that closes first
 _MESSAGE_BYTES_MAX: Final = 4 << 20
+_WRITE_AT_ONCE_BYTES: Final = 256 << 10
 _ERROR_TEXT_MAX: Final = 300
 
 
@@ -197,6 +199,8 @@ class Transport:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         import aiohttp
 
+        if isinstance(data, bytes) and len(data) > _WRITE_AT_ONCE_BYTES:
+            data = io.BytesIO(data)  # is written in pieces; bytes are not, and hold up the loop
         sessions = await self._sessions()
         session = sessions.streams if long else sessions.calls
         timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_TIMEOUT_S)
