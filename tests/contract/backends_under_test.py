@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from dsec.backends.registry import BackendSettings, build_backends
 from dsec.core.ids import NodeId, new_node_id
 from dsec.core.spec import Substrate
 from dsec.testing.hosts import Intents, instance_spec
+from dsec.testing.launchers import end_launcher, remove_cgroups
 from dsec.testing.leaks import Watched
 
 
@@ -30,6 +32,7 @@ class BackendUnderTest:
     fault_prefix: str | None = None  # of the fault points in `create`
     intents: Intents = field(default_factory=Intents)
     created: list[Instance] = field(default_factory=list)
+    clean_up: Callable[[], None] = lambda: None
 
     def spec(self) -> InstanceSpec:
         return instance_spec(self.substrate, node=self.node)
@@ -45,9 +48,12 @@ class BackendUnderTest:
         return self.backend
 
     async def close(self) -> None:
-        for instance in self.created:
-            await self.backend.discard(instance.id, instance.record)
-        await self.backend.close()
+        try:
+            for instance in self.created:
+                await self.backend.discard(instance.id, instance.record)
+            await self.backend.close()
+        finally:
+            await asyncio.to_thread(self.clean_up)
 
 
 def _fake(directory: Path) -> BackendUnderTest:
@@ -63,21 +69,24 @@ def _fake(directory: Path) -> BackendUnderTest:
 
 def _container(directory: Path) -> BackendUnderTest:
     node = new_node_id()
-    run_dir, state_dir = directory / "run", directory / "state"
-    settings = BackendSettings(
-        node, run_dir, state_dir, container={"id_dir": directory / "ids", "cgroup_parent": "dsec-contract"}
-    )
+    run_dir, state_dir, id_dir = directory / "run", directory / "state", directory / "ids"
+    cgroup_parent = f"dsec-contract-{node}"
+    settings = BackendSettings(node, run_dir, state_dir, container={"id_dir": id_dir, "cgroup_parent": cgroup_parent})
 
     def make() -> Backend:
         return build_backends(settings, frozenset({Substrate.CONTAINER}))[Substrate.CONTAINER]
 
+    def clean_up() -> None:
+        end_launcher(run_dir)
+        remove_cgroups(cgroup_parent)
+
     watched = Watched(
         markers=(str(directory).encode(),),
-        cgroups=(f"dsec-contract/{node}",),
+        cgroups=(cgroup_parent,),
         directories=(run_dir, state_dir),
-        lock_directories=(directory / "ids",),
+        lock_directories=(id_dir,),
     )
-    return BackendUnderTest("container", make(), make, Substrate.CONTAINER, node, watched)
+    return BackendUnderTest("container", make(), make, Substrate.CONTAINER, node, watched, clean_up=clean_up)
 
 
 BACKENDS: dict[str, Callable[[Path], BackendUnderTest]] = {"fake": _fake, "container": _container}

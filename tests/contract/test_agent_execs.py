@@ -16,7 +16,7 @@ from dsec.core.errors import (
     UnavailableError,
 )
 from dsec.core.ids import new_exec_id
-from dsec.core.limits import EXEC_UNACKED_BYTES_MAX
+from dsec.core.limits import DATA_BYTES_MAX, EXEC_UNACKED_BYTES_MAX
 from dsec.testing.waiting import eventually
 from dsec.wire import agent
 from dsec.wire.frames import Channel, Data
@@ -94,7 +94,8 @@ async def test_the_user_is_the_one_asked_for(under_test: AgentUnderTest) -> None
         ({"argv": [b"true"], "cwd": b"/no/such/directory"}, "cwd_not_found"),
         ({"argv": [b"true"], "user": "no-such-user"}, "user_not_found"),
         ({"argv": [b"true", b"x" * 140_000]}, "argument_too_long"),
-        ({"argv": [b"true"], "rlimits": {"no-such-limit": 1}}, "rlimit_refused"),
+        ({"argv": [b"true"], "rlimits": {"nofile": 1 << 40}}, "rlimit_refused"),
+        ({"argv": [b"true"], "rlimits": {"no-such-limit": 1}}, "invalid"),
         ({"argv": [b"true"], "shell": b"true"}, "invalid"),
         ({}, "invalid"),
         ({"argv": []}, "invalid"),
@@ -248,7 +249,7 @@ async def test_output_above_its_budget_kills_the_exec(under_test: AgentUnderTest
     result = await run(await under_test.client(), argv=[b"yes"], output_bytes_max=100_000)
 
     assert (result.end.signal, result.end.cause) == (signal.SIGKILL, "output_budget")
-    assert 0 < len(result.out) <= 100_000 + 65_536
+    assert 0 < len(result.out) <= 100_000 + DATA_BYTES_MAX
 
 
 async def test_output_within_its_budget_does_not(under_test: AgentUnderTest) -> None:

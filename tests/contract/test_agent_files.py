@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import tarfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
 import pytest
@@ -153,18 +153,19 @@ async def test_a_path_that_is_not_there_is_named_with_its_errno(
     await client.write(agent.WriteArgs(path=under_test.path("f")), b"")
     path = under_test.path(name)
 
-    for attempt in (
-        client.stat(agent.PathArgs(path=path)),
-        client.read(agent.ReadArgs(path=path)),
-        client.list(agent.ListArgs(path=path)),
-        client.archive(agent.PathArgs(path=path)),
-        client.chmod(agent.ChmodArgs(path=path, mode=0o600)),
-        client.remove(agent.RemoveArgs(path=path)),
-        client.move(agent.MoveArgs(source=path, target=under_test.path("g"))),
-        client.watch(agent.WatchArgs(path=path)),
-    ):
+    attempts: list[Callable[[], Awaitable[object]]] = [
+        lambda: client.stat(agent.PathArgs(path=path)),
+        lambda: client.read(agent.ReadArgs(path=path)),
+        lambda: client.list(agent.ListArgs(path=path)),
+        lambda: client.archive(agent.PathArgs(path=path)),
+        lambda: client.chmod(agent.ChmodArgs(path=path, mode=0o600)),
+        lambda: client.remove(agent.RemoveArgs(path=path)),
+        lambda: client.move(agent.MoveArgs(source=path, target=under_test.path("g"))),
+        lambda: client.watch(agent.WatchArgs(path=path)),
+    ]
+    for attempt in attempts:
         with pytest.raises(kind) as error:
-            await attempt
+            await attempt()
         assert error.value.detail["errno"] == errno  # type: ignore[attr-defined]
 
 
@@ -197,21 +198,29 @@ async def test_a_path_that_cannot_be_one_is_refused(under_test: AgentUnderTest, 
     await client.usage()
 
 
-async def test_a_user_s_rights_are_the_user_s(under_test: AgentUnderTest) -> None:
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda client, path: client.read(agent.ReadArgs(path=path, user="nobody")),
+        lambda client, path: client.write(agent.WriteArgs(path=path, user="nobody"), b"y"),
+        lambda client, path: client.write(agent.WriteArgs(path=path, offset=0, user="nobody"), b"y"),
+        lambda client, path: client.write(agent.WriteArgs(path=path + b"2", user="nobody"), b"y"),
+        lambda client, path: client.remove(agent.RemoveArgs(path=path, user="nobody")),
+        lambda client, path: client.chmod(agent.ChmodArgs(path=path, mode=0o666, user="nobody")),
+    ],
+    ids=["read", "replace", "patch", "create", "remove", "chmod"],
+)
+async def test_a_user_s_rights_are_the_user_s(
+    under_test: AgentUnderTest, attempt: Callable[[AgentClient, bytes], Awaitable[object]]
+) -> None:
     client = await under_test.client()
     path = under_test.path("secret")
     await client.write(agent.WriteArgs(path=path, mode=0o600), b"x")
 
-    for attempt in (
-        client.read(agent.ReadArgs(path=path, user="nobody")),
-        client.write(agent.WriteArgs(path=path, user="nobody"), b"y"),
-        client.write(agent.WriteArgs(path=under_test.path("other"), user="nobody"), b"y"),
-        client.remove(agent.RemoveArgs(path=path, user="nobody")),
-        client.chmod(agent.ChmodArgs(path=path, mode=0o666, user="nobody")),
-    ):
-        with pytest.raises(FileError) as error:
-            await attempt
-        assert error.value.detail["errno"] in ("EACCES", "EPERM")
+    with pytest.raises(FileError) as error:
+        await attempt(client, path)
+
+    assert error.value.detail["errno"] in ("EACCES", "EPERM")
     assert await content(client, path) == b"x"
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _PATH: Final = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ARGUMENT_BYTES_MAX: Final = 128 * 1024  # Linux, one string of argv
+_NOFILE_MAX: Final = 1 << 20
 _RLIMITS: Final = frozenset({"nofile", "core", "fsize", "nproc", "stack", "as", "cpu", "data", "memlock"})
 
 Main = Callable[[], Awaitable[int]]
@@ -109,7 +110,9 @@ def _check(request: agent.Exec) -> None:
         raise AgentFailure("invalid", "timeout_s must be above 0")
     for name, value in request.rlimits.items():
         if name not in _RLIMITS or value < 0:
-            raise AgentFailure("rlimit_refused", f"limit {name[:40]!r} of {value}", "EINVAL")
+            raise AgentFailure("invalid", f"limit {name[:40]!r} of {value}")
+        if name == "nofile" and value > _NOFILE_MAX:
+            raise AgentFailure("rlimit_refused", f"limit nofile of {value}", "EPERM")
 
 
 def _prepare_in_session(owner: FakeAgent, request: agent.Exec) -> StartedExec:
