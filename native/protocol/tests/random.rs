@@ -119,7 +119,7 @@ fn damaged_records_are_refused_or_decode_to_a_record() {
 
 #[test]
 fn deep_nesting_and_huge_counts_are_refused() {
-    let deep = [vec![0x81, 0xa1, b'a'].repeat(200_000), vec![0xc0]].concat();
+    let deep = [[0x81, 0xa1, b'a'].repeat(200_000), vec![0xc0]].concat();
     assert!(!is_one_map(&deep));
     assert!(split_request(&deep).is_err());
     for bytes in [

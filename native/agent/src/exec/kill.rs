@@ -37,7 +37,7 @@ impl Agent {
             return;
         }
         exec.cause.get_or_insert(Cause::TimedOut);
-        exec.killing = Killing::Terminating;
+        exec.killing = Killing::Term;
         let grace_ms = exec.grace_ms;
         self.signal_tree(key, TERM);
         self.timers.set_in(Timer::Grace(key), grace_ms);
@@ -48,7 +48,7 @@ impl Agent {
         let Some(exec) = self.execs.get_mut(key) else {
             return;
         };
-        if exec.end.is_some() || exec.killing >= Killing::Killing {
+        if exec.end.is_some() || exec.killing >= Killing::Kill {
             return;
         }
         exec.cause.get_or_insert(cause);
@@ -62,8 +62,8 @@ impl Agent {
         };
         let in_session = exec.session.is_some();
         exec.killing = match exec.killing {
-            Killing::No | Killing::Terminating => Killing::Killing,
-            Killing::Killing | Killing::Everything => Killing::Everything,
+            Killing::No | Killing::Term => Killing::Kill,
+            Killing::Kill | Killing::All => Killing::All,
         };
         self.kill_tree(key);
         self.timers.set_in(Timer::KillAgain(key), AGAIN_MS);
@@ -79,7 +79,7 @@ impl Agent {
         let Some(exec) = self.execs.get(key) else {
             return;
         };
-        if exec.killing >= Killing::Killing && !self.tree_is_gone(key) {
+        if exec.killing >= Killing::Kill && !self.tree_is_gone(key) {
             self.kill_tree(key);
         }
         match self.execs.get(key) {
@@ -103,7 +103,7 @@ impl Agent {
     /// Whether nothing of the exec is left, a spared shell apart.
     pub fn tree_is_gone(&mut self, key: u32) -> bool {
         let given_up = self.execs.get(key).is_some_and(|exec| {
-            exec.killing == Killing::Everything && exec.session.is_none() && !exec.running
+            exec.killing == Killing::All && exec.session.is_none() && !exec.running
         });
         match self.root_of(key) {
             Some(root) => given_up || self.tree_pids(key, &root).is_empty(),
@@ -151,7 +151,7 @@ impl Agent {
         Some(Root {
             pid: session.pid,
             cgroup: session.cgroup.clone(),
-            spared: exec.killing != Killing::Everything,
+            spared: exec.killing != Killing::All,
             alive: true,
         })
     }

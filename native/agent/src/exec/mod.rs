@@ -42,11 +42,11 @@ pub enum Killing {
     #[default]
     No,
     /// TERM is sent, the grace runs.
-    Terminating,
+    Term,
     /// KILL is sent. Of a session, the shell is still spared.
-    Killing,
+    Kill,
     /// KILL is sent to the session's shell too.
-    Everything,
+    All,
 }
 
 #[derive(Default)]

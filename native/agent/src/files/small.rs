@@ -119,7 +119,7 @@ fn remove_one(path: &Path, recursive: bool, missing_ok: bool) -> io::Result<Remo
     }
     match std::fs::remove_dir(path) {
         Ok(()) => Ok(Removal::Done),
-        Err(error) if recursive && error.kind() == io::ErrorKind::DirectoryNotEmpty => {
+        Err(error) if recursive && error.raw_os_error() == Some(libc::ENOTEMPTY) => {
             Ok(Removal::Tree)
         }
         Err(error) => Err(error),

@@ -1,6 +1,6 @@
 //! Writing a file from a stream: replaced at the end, or in place.
 
-use std::fs::{File, Metadata, OpenOptions, Permissions};
+use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{fchown, FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -33,12 +33,19 @@ pub struct Writing {
     taken: u64,
 }
 
+/// Of the file that is replaced.
+struct Before {
+    uid: u32,
+    gid: u32,
+    mode: u32,
+}
+
 enum Place {
     /// A new file that takes the place of `target` at the end.
     Replacing {
         temporary: PathBuf,
         target: PathBuf,
-        before: Option<Metadata>,
+        before: Option<Before>,
         mode: Option<u32>,
     },
     At(u64),
@@ -169,9 +176,9 @@ impl Writing {
         let placed = acting_as(own, &self.account, || {
             if let Some(before) = before {
                 // Keeping the owner is a courtesy that only root can do.
-                let _ = fchown(&self.file, Some(before.uid()), Some(before.gid()));
+                let _ = fchown(&self.file, Some(before.uid), Some(before.gid));
             }
-            let kept = before.as_ref().map(|facts| facts.mode() & MODE_BITS);
+            let kept = before.as_ref().map(|before| before.mode);
             let mode = mode.map(|mode| mode & MODE_BITS).or(kept);
             self.file
                 .set_permissions(Permissions::from_mode(mode.unwrap_or(MODE_NEW)))?;
@@ -231,7 +238,11 @@ fn open_replacement(path: &Path, args: &WriteArgs, unique: &str) -> Opened {
     let place = Place::Replacing {
         temporary,
         target,
-        before,
+        before: before.map(|facts| Before {
+            uid: facts.uid(),
+            gid: facts.gid(),
+            mode: facts.mode() & MODE_BITS,
+        }),
         mode: args.mode,
     };
     Ok(Some((file, place)))
