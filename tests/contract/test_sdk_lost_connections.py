@@ -47,13 +47,13 @@ async def sb(service: RunningService, client: dsec.AsyncClient) -> AsyncIterator
 async def test_output_is_whole_however_often_the_connection_breaks(
     sb: dsec.AsyncSandbox, proxy: CuttingProxy, rng: random.Random
 ) -> None:
-    proxy.answer_bytes, proxy.cuts_left = rng.randrange(30_000, 60_000), 12
+    proxy.answer_bytes, proxy.cuts_left = rng.randrange(300_000, 400_000), 12
     heard: list[str] = []
 
-    result = await sb.exec("seq 1 100000", on_stdout=heard.append)
+    result = await sb.exec("seq 1 400000", on_stdout=heard.append)
 
     assert proxy.cuts >= 5
-    assert result.stdout == "".join(heard) == "".join(f"{n}\n" for n in range(1, 100_001))
+    assert result.stdout == "".join(heard) == "".join(f"{n}\n" for n in range(1, 400_001))
     assert result.gaps == []
 
 

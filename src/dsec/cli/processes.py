@@ -35,7 +35,7 @@ EXIT_PLATFORM: Final = 125
 _READ_BYTES: Final = 64 << 10
 
 # Whatever comes after the command belongs to it.
-_PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+_PASS_ON = {"allow_interspersed_args": False}
 Command = Annotated[list[str], typer.Argument(metavar="COMMAND…", help="And its arguments.", show_default=False)]
 Cwd = Annotated[str | None, typer.Option("--cwd", "-w", help="Directory to run it in.", show_default=False)]
 User = Annotated[str | None, typer.Option("--user", "-u", help="Name or number, with :group if wanted.")]
@@ -259,7 +259,7 @@ def _told(sandbox: str, result: ExecResult) -> int:
                 },
             }
         )
-    elif result.cause is not None or result.status == "unknown":
+    elif result.cause is not None or result.status != "exited":
         say(f"dsec: the command {result.summary()}")
     return exit_status(result)
 

@@ -1,0 +1,299 @@
+"""The `dsec` command, as a program, against the real service."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dsec
+from tests.contract.sdk_service import RunningService, running_service
+
+DSEC = [sys.executable, "-m", "dsec.cli.main"]
+
+
+@dataclass
+class Command:
+    service: RunningService
+
+    def __call__(self, *arguments: str, status: int = 0, stdin: bytes = b"", **more: str) -> bytes:
+        """stdout of a command that must end with `status`."""
+        done = self.run(*arguments, stdin=stdin, **more)
+        assert done.returncode == status, done.stderr.decode()
+        return done.stdout
+
+    def run(self, *arguments: str, stdin: bytes = b"", **more: str) -> subprocess.CompletedProcess[bytes]:
+        environment = {**self.service.environment, **more}
+        return subprocess.run([*DSEC, *arguments], input=stdin, capture_output=True, env=environment, timeout=60)
+
+    def json(self, *arguments: str, status: int = 0) -> Any:
+        return json.loads(self(*arguments, "--json", status=status))
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RunningService]:
+    with (
+        tempfile.TemporaryDirectory(prefix="dsec-", dir="/tmp") as directory,
+        running_service(Path(directory)) as found,
+    ):
+        yield found
+
+
+@pytest.fixture
+def cli(service: RunningService) -> Command:
+    return Command(service)
+
+
+@pytest.fixture
+def sb(service: RunningService) -> Iterator[dsec.Sandbox]:
+    with dsec.Client(service.url) as client, client.create("base", backend="fake", name="box") as found:
+        yield found
+
+
+def test_a_sandbox_is_created_listed_and_removed(cli: Command) -> None:
+    id = cli("create", "--backend", "fake", "--name", "one", "--label", "a=b").decode().strip()
+
+    assert id in cli("ls").decode()
+    assert cli("ls", "-q", "--label", "a=b").decode().split() == [id]
+    assert cli.json("ls", "--name", "one")[0]["labels"] == {"a": "b"}
+
+    cli("rm", "one")
+
+    assert cli("ls", "-q").decode().split() == []
+    assert cli.json("ls", "--all", "--label", "a=b")[0]["cause"] == "destroyed"
+
+
+def test_create_answers_in_json(cli: Command) -> None:
+    made = cli.json("create", "--backend", "fake", "--memory", "64MiB", "--ttl-idle", "60")
+
+    assert (made["memory_bytes"], made["ttl_idle_s"]) == (64 << 20, 60)
+    assert cli.json("rm", made["id"]) == {"destroyed": [made["id"]]}
+
+
+def test_a_command_has_its_output_and_status(cli: Command, sb: dsec.Sandbox) -> None:
+    done = cli.run("exec", "-c", "box", "echo out; echo err >&2; exit 7")
+    assert (done.returncode, done.stdout, done.stderr) == (7, b"out\n", b"err\n")
+
+
+def test_arguments_reach_the_command_as_they_are(cli: Command, sb: dsec.Sandbox) -> None:
+    assert cli("exec", sb.id, "--", "echo", "-n", "--json", "a  b") == b"--json a  b"
+    assert cli("exec", sb.id, "echo", "--help") == b"--help\n"
+
+
+def test_bytes_pass_unchanged_both_ways(cli: Command, sb: dsec.Sandbox) -> None:
+    data = os.urandom(600_000)
+
+    assert cli("exec", "-i", "box", "cat", stdin=data) == data
+
+
+def test_options_of_a_command_are_passed(cli: Command, sb: dsec.Sandbox) -> None:
+    out = cli(
+        "exec", "-w", "/tmp", "-e", "A=1", "-e", "B", "--secret", "S", "-c", "box", "pwd; echo $A $B $S", B="2", S="3"
+    )
+
+    assert out == b"/tmp\n1 2 3\n"
+
+
+def test_a_command_answers_in_json(cli: Command, sb: dsec.Sandbox) -> None:
+    told = cli.run("exec", "--json", "-c", "box", "echo out; exit 7")
+    result = json.loads(told.stdout)
+
+    assert told.returncode == 7
+    assert (result["exit_code"], result["stdout"], result["timed_out"], result["truncated"]) == (
+        7,
+        "out\n",
+        False,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--timeout", "0.2", "-c", "box", "sleep 60"], 124),
+        (["-c", "box", "kill -9 $$"], 137),
+        (["box", "no-such-program"], 127),
+        (["nobody", "true"], 125),
+        (["--no-such-option", "box", "true"], 2),
+        ([], 2),
+    ],
+)
+def test_the_status_says_what_happened(cli: Command, sb: dsec.Sandbox, arguments: list[str], status: int) -> None:
+    done = cli.run("exec", *arguments)
+
+    assert done.returncode == status
+    assert done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_errors_end_with_what_to_try(cli: Command) -> None:
+    done = cli.run("exec", "nobody", "true")
+
+    assert done.stdout == b""
+    assert done.stderr.decode().splitlines()[-1] == "  try: `dsec ls` shows the sandboxes that live"
+
+
+def test_errors_answer_in_json_too(cli: Command) -> None:
+    told = json.loads(cli("exec", "--json", "nobody", "true", status=125))
+
+    assert (told["error"]["code"], told["error"]["outcome"]) == ("sandbox_not_found", "unchanged")
+
+
+def test_a_service_that_is_away_is_an_error_in_words(cli: Command, tmp_path: Path) -> None:
+    done = cli.run("ls", DSEC_URL=f"unix://{tmp_path}/none.sock")
+
+    assert done.returncode == 125
+    assert b"cannot be reached" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_run_makes_a_sandbox_and_takes_it_away(cli: Command) -> None:
+    assert cli("run", "--backend", "fake", "--", "echo", "hi") == b"hi\n"
+    assert cli("run", "--backend", "fake", "-i", "--", "cat", stdin=b"abc") == b"abc"
+    assert cli.json("ls") == []
+
+    cli("run", "--backend", "fake", "--", "false", status=1)
+    kept = cli.run("run", "--backend", "fake", "--keep", "--", "true").stderr.decode().split()[-1]
+
+    assert [s["id"] for s in cli.json("ls")] == [kept]
+    cli("rm", "--all")
+
+
+def test_ctrl_c_kills_the_command(cli: Command, service: RunningService, sb: dsec.Sandbox) -> None:
+    process = subprocess.Popen([*DSEC, "exec", "box", "sleep", "1000"], env=service.environment, stderr=subprocess.PIPE)
+    _until(lambda: any(e.state == "running" for e in sb.execs()))
+
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+
+    assert process.returncode == 130
+    assert b"Traceback" not in said
+    _until(lambda: [e.cause for e in sb.execs()] == ["killed"])
+
+
+def test_a_detached_command_is_found_in_the_logs(cli: Command, sb: dsec.Sandbox) -> None:
+    exec_id = cli("exec", "-d", "-c", "box", "echo a; echo b >&2").decode().strip()
+
+    followed = cli.run("logs", "box", exec_id, "-f")
+    listed = cli("logs", "box").decode()
+    lines = [json.loads(line) for line in cli("logs", "--json", "box", exec_id).splitlines()]
+
+    assert (followed.stdout, followed.stderr) == (b"a\n", b"b\n")
+    assert exec_id in listed
+    assert sorted((line["stream"], line["text"]) for line in lines) == [("stderr", "b\n"), ("stdout", "a\n")]
+
+
+def test_a_session_keeps_its_state(cli: Command, sb: dsec.Sandbox) -> None:
+    cli("exec", "--session", "s", "-c", "box", "cd /tmp; export X=1")
+
+    assert cli("exec", "--session", "s", "-c", "box", "pwd; echo $X") == b"/tmp\n1\n"
+
+
+def test_files_are_copied_both_ways(cli: Command, sb: dsec.Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "d/sub").mkdir(parents=True)
+    (tmp_path / "d/sub/f").write_bytes(b"abc")
+
+    cli("cp", str(tmp_path / "d"), "box:/w")
+    cli("cp", "box:/w/sub/f", str(tmp_path / "back"))
+    told = cli.json("cp", "box:/w", str(tmp_path / "tree"))
+
+    assert (tmp_path / "back").read_bytes() == b"abc"
+    assert (tmp_path / "tree/sub/f").read_bytes() == b"abc"
+    assert told["skipped"] == []
+    assert cli.run("cp", "a", "b").returncode == 2
+    assert cli.run("cp", "box:/no", str(tmp_path)).returncode == 125
+
+
+def test_a_shell_is_a_terminal_and_ours_is_restored(cli: Command, service: RunningService, sb: dsec.Sandbox) -> None:
+    import termios
+
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    process = subprocess.Popen(
+        [*DSEC, "shell", "box", "cat"], env=service.environment, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    try:
+        _until(lambda: any(e.state == "running" for e in sb.execs()))
+        _until(lambda: not termios.tcgetattr(theirs)[3] & termios.ECHO)
+        os.write(ours, b"hello\n")
+        shown = b""
+        while b"hello" not in shown:
+            assert select.select([ours], [], [], 20)[0]
+            shown += os.read(ours, 1_000)
+        assert termios.tcgetattr(theirs)[3] & (termios.ECHO | termios.ICANON | termios.ISIG) == 0
+        sb.attach(next(e.id for e in sb.execs())).kill()
+        assert process.wait(30) == 137
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_a_shell_without_a_terminal_says_what_to_use(cli: Command, sb: dsec.Sandbox) -> None:
+    done = cli.run("shell", "box")
+
+    assert done.returncode == 125
+    assert b"exec -i" in done.stderr
+
+
+def test_environments_and_tokens_are_managed(cli: Command) -> None:
+    assert [e["name"] for e in cli.json("env", "ls")] == ["base"]
+    assert "base" in cli("env", "ls").decode()
+    assert cli.json("env", "show", "base")["kind"] == "fake"
+    assert cli.run("env", "build", "x", "--debian").returncode == 125
+    assert cli.run("env", "build", "x").returncode == 2
+
+    token = cli("token", "create", "me", "--project", "/team").decode().strip()
+    listed = cli.json("token", "ls")
+    (mine,) = [t for t in listed if t["project"] == "/team"]
+    assert token not in json.dumps(listed)
+    cli("token", "rm", mine["id"])
+    assert "revoked" in cli("token", "ls").decode()
+
+
+def test_the_doctor_says_what_there_is(cli: Command) -> None:
+    assert b"fake: ok" in cli("doctor")
+    assert cli.json("doctor")["substrates"] == {"fake": "ok"}
+
+
+def test_what_a_sandbox_says_does_not_steer_the_terminal_in_lists(cli: Command, sb: dsec.Sandbox) -> None:
+    sb.exec(["echo", "\x1b[31m"])
+
+    assert b"\x1b" not in cli("logs", "box")
+
+
+def test_a_reader_that_goes_away_is_no_crash(cli: Command, service: RunningService, sb: dsec.Sandbox) -> None:
+    process = subprocess.Popen(
+        [*DSEC, "exec", "box", "yes"], env=service.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.stderr is not None
+    said = process.stderr.read()
+    process.stderr.close()
+    process.wait(30)
+
+    assert b"Traceback" not in said
+    _until(lambda: all(e.state == "ended" for e in sb.execs()))
+
+
+def _until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
