@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final, TypeVar, cast
 
 from dsec.agent.checks import check_hello
@@ -32,7 +32,7 @@ from dsec.core.limits import (
 )
 from dsec.wire import agent
 from dsec.wire.codec import pack, unpack
-from dsec.wire.frames import PREAMBLE_BYTES, PREAMBLE_MAGIC, FrameDecoder, FrameType, encode_frame
+from dsec.wire.frames import PREAMBLE_BYTES, PREAMBLE_MAGIC, Frame, FrameDecoder, FrameType, encode_frame
 
 T = TypeVar("T")
 
@@ -42,6 +42,7 @@ Connect = Callable[[Callable[[], asyncio.Protocol]], Awaitable[asyncio.Transport
 REQUEST_TIMEOUT_S: Final = 30.0
 UNSENT_BYTES_MAX: Final = 8 * MIB  # control frames wait for nothing; an agent that reads none of them is broken
 LATE_FRAMES_MAX: Final = 4_096  # frames that crossed the end of their stream, over and above four a stream
+FRAMES_PER_TURN: Final = 256  # then the loop is given back: an agent that sends tiny frames must not starve others
 _WRITE_HIGH_BYTES: Final = 2 * DATA_BYTES_MAX
 _STREAM_LAST: Final = 0xFFFF_FFFF
 
@@ -207,12 +208,40 @@ class AgentChannel:
         try:
             if self._marker is not None:
                 data = self._scan_for_marker(data, self._marker)
-            for frame in self._decoder.feed(data):
+        except ProtocolError as error:
+            self._violated(error)
+            return
+        self._handle(self._decoder.feed(data))
+
+    def _handle(self, frames: Iterator[Frame], *, paused: bool = False) -> None:
+        """A turn's worth of frames; reading is paused while there are more."""
+        left = FRAMES_PER_TURN
+        try:
+            for frame in frames:
                 self._on_frame(frame.type, frame.stream, frame.body)
                 if self._failure is not None:
                     return
+                left -= 1
+                if left == 0:
+                    self._handle_later(frames, paused=paused)
+                    return
         except ProtocolError as error:
-            self._fail(ProtocolError(f"the agent of {self.sandbox} broke the protocol: {error.message[:500]}"))
+            self._violated(error)
+            return
+        if paused and self._transport is not None:
+            self._transport.resume_reading()
+
+    def _handle_later(self, frames: Iterator[Frame], *, paused: bool) -> None:
+        if not paused and self._transport is not None:
+            self._transport.pause_reading()
+        asyncio.get_running_loop().call_soon(self._handle_rest, frames)
+
+    def _handle_rest(self, frames: Iterator[Frame]) -> None:
+        if self._failure is None:
+            self._handle(frames, paused=True)
+
+    def _violated(self, error: ProtocolError) -> None:
+        self._fail(ProtocolError(f"the agent of {self.sandbox} broke the protocol: {error.message[:500]}"))
 
     def _scan_for_marker(self, data: bytes, marker: bytes) -> bytes:
         """What follows the echo, else nothing. Keeps at most the marker's length between two reads."""

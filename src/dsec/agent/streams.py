@@ -20,7 +20,10 @@ GRANT_BYTES: Final = (
 )  # grants are gathered up to this, so that small chunks cost no frame each
 CHUNKS_MAX: Final = 1024  # unconsumed chunks of a stream kept apart; above it they are joined
 JOIN_BYTES_MAX: Final = 64 * 1024
-CREDIT_OUTSTANDING_MAX: Final = 1 << 40  # more than any window; an agent that grants more is broken
+# An agent grants what it has consumed, so one window; stdin that it still held from streams of before may add to it.
+CREDIT_OUTSTANDING_MAX: Final = 64 * CREDIT_INITIAL_BYTES
+GRANTS_MAX: Final = 4_096  # CREDIT frames on a stream, over and above those that follow from what was sent
+GRANTS_PER_FRAME: Final = 64  # one DATA frame, consumed in pieces of 4 KiB
 OFFSET_MAX: Final = 1 << 62
 EVENT_BYTES_MAX: Final = 8 * MIB  # events that nobody has taken; they have no credit
 
@@ -101,6 +104,7 @@ class AgentStream:
         "_error",
         "_event_bytes",
         "_events",
+        "_grants_left",
         "_host_ended",
         "_next",
         "_op",
@@ -138,6 +142,7 @@ class AgentStream:
         self._window = CREDIT_INITIAL_BYTES  # what the agent may still send
         self._owed = 0  # taken by the consumer and not granted again yet
         self._credit = CREDIT_INITIAL_BYTES  # what we may still send
+        self._grants_left = GRANTS_MAX
         self._sent = 0
         self._receiver: asyncio.Future[None] | None = None
         self._sender: asyncio.Future[None] | None = None
@@ -196,6 +201,7 @@ class AgentStream:
                 continue
             self._owner.write(encode_data(self.id, channel, self._sent, 0, bytes(view[:size])))
             self._credit -= size
+            self._grants_left += GRANTS_PER_FRAME
             self._sent += size
             view = view[size:]
 
@@ -320,8 +326,9 @@ class AgentStream:
         chunks.append(_Chunk(channel, offset, sequence, payload))
 
     def _on_credit(self, amount: int) -> None:
-        if amount <= 0 or amount > CREDIT_OUTSTANDING_MAX or self._credit + amount > CREDIT_OUTSTANDING_MAX:
-            raise ProtocolError(f"{self._op}: credit of {amount} bytes")
+        self._grants_left -= 1
+        if amount <= 0 or self._credit + amount > CREDIT_OUTSTANDING_MAX or self._grants_left < 0:
+            raise ProtocolError(f"{self._op}: credit of {amount} bytes where {self._credit} are granted")
         self._credit += amount
         self._wake_sender()
 

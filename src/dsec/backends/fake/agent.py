@@ -45,6 +45,9 @@ class Sandbox(World, Protocol):
     @property
     def workdir(self) -> bytes | None: ...
 
+    @property
+    def orphans_live(self) -> int: ...
+
     def wall_s(self) -> float: ...
 
     def agent_exited(self) -> None: ...
@@ -316,7 +319,7 @@ class FakeAgent:
     def usage(self, stream: ServerStream, args: Nothing) -> None:
         live = sum(exec.end is None for exec in self.execs.values())
         reply = agent.UsageReply(
-            processes=1 + live + len(self.sessions),
+            processes=1 + live + len(self.sessions) + self.sandbox.orphans_live,
             execs=live,
             sessions=len(self.sessions),
             disk_used_bytes=self.files.used_bytes,

@@ -167,6 +167,11 @@ class FakeSandbox:
         self._orphans.add(task)
         task.add_done_callback(self._orphans.discard)
 
+    @property
+    def orphans_live(self) -> int:
+        """Background processes whose exec has ended."""
+        return len(self._orphans or ())
+
     def agent_exited(self) -> None:
         self._end(EndCause.SANDBOX_FAULT, "the agent exited with 0")
         if self._agent is not None:

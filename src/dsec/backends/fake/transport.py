@@ -100,9 +100,9 @@ class MemoryTransport(asyncio.Transport):
         peer = self._peer
         if self._lost or peer is None:
             return
+        if not peer._reading and not peer._lost:
+            return  # as with a socket, whoever does not read does not see the end either
         if self._buffer and not peer._lost:
-            if not peer._reading:
-                return
             piece = bytes(self._buffer[:_PIECE_BYTES])
             del self._buffer[:_PIECE_BYTES]
             self._resume_if_low()
