@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,10 @@ NATIVE = Path(__file__).parents[2] / "native" / "target" / "x86_64-unknown-linux
 LAUNCH = NATIVE / "dsec-launch"
 PROBE = NATIVE / "examples" / "probe"
 CGROUP2 = Path("/sys/fs/cgroup/unified") if Path("/sys/fs/cgroup/unified").is_dir() else Path("/sys/fs/cgroup")
-CGROUP1 = [
-    c for c in ("memory", "pids", "cpu", "cpuset") if (Path("/sys/fs/cgroup") / c / "cgroup.procs").exists()
-]
+CGROUP1 = [c for c in ("memory", "pids", "cpu", "cpuset") if (Path("/sys/fs/cgroup") / c / "cgroup.procs").exists()]
 CAP_DAC_OVERRIDE, CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SETPCAP = 1 << 1, 1 << 5, 1 << 6, 1 << 7, 1 << 8
 ALL_CAPS = (1 << 41) - 1
-PROGRAMS = "sh cat ls mount umount mv rm id mknod head grep sleep stat readlink unshare touch mkdir dd chmod env sort wc"
+PROGRAMS = "sh cat ls mount umount mv rm id mknod head grep sleep stat readlink unshare touch mkdir dd chmod sort wc"
 
 
 class LaunchRefusedError(Exception):
@@ -60,6 +59,9 @@ class LaunchClient:
         descriptor = os.open(run, os.O_PATH)
         try:  # the run directory of a test may be deeper than a socket's address is long
             self._socket.connect(f"/proc/self/fd/{descriptor}/launch.sock")
+        except OSError:
+            self._socket.close()
+            raise
         finally:
             os.close(descriptor)
         self._id = 0
@@ -142,7 +144,7 @@ class Host:
 
     @property
     def cgroup_name(self) -> str:
-        return f"dsec-test-{os.getpid()}"
+        return f"dsec-test-{os.getpid()}-{id(self):x}"
 
     def start(self, *arguments: str) -> LaunchClient:
         self.run.mkdir(exist_ok=True)
@@ -151,7 +153,8 @@ class Host:
             if (parent / "cpuset.cpus").exists() and not (parent / "cpuset.cpus").read_text().strip():
                 for name in ("cpuset.cpus", "cpuset.mems"):
                     (parent / name).write_text((parent.parent / name).read_text())
-        command = [self.program, "--run", self.run, "--agent", self.agent, "--foreground", "--test-hooks", *arguments]
+        options = ["--foreground", "--test-hooks", *arguments]
+        command = [str(self.program), "--run", str(self.run), "--agent", str(self.agent), *options]
         self.process = subprocess.Popen(command)
         wait_for(lambda: self._answers() or self.process is None or self.process.poll() is not None)
         assert self.process.poll() is None, "the launcher has ended"
@@ -180,7 +183,7 @@ class Host:
 
     def plan(self, **changes: Any) -> LaunchPlan:
         self.counter += 1
-        name = f"sbx_testnode_{self.counter:016d}".replace("0", "a").replace("1", "b").replace("8", "c").replace("9", "d")
+        name = "sbx_testnode_" + f"{self.counter:016d}".translate(str.maketrans("0123456789", "abcdefghij"))
         values: dict[str, Any] = {
             "sandbox": name,
             "id_base": 0x70000000 + 65_536 * self.counter,
@@ -193,7 +196,14 @@ class Host:
                 EtcFile(path="/etc/hostname", content=b"sandbox\n"),
                 EtcFile(path="/etc/resolv.conf", content=b"nameserver 127.0.0.53\n"),
             ],
-            "masks": ["/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/scsi", "/sys/firmware", "/proc/interrupts"],
+            "masks": [
+                "/proc/kcore",
+                "/proc/keys",
+                "/proc/timer_list",
+                "/proc/scsi",
+                "/sys/firmware",
+                "/proc/interrupts",
+            ],
             "readonly_proc": ["/proc/sys", "/proc/bus", "/proc/irq", "/proc/sysrq-trigger"],
             "cgroup2": str(CGROUP2 / self.cgroup_name / name),
             "cgroup1": {c: f"/sys/fs/cgroup/{c}/{self.cgroup_name}/{name}" for c in CGROUP1},
@@ -222,13 +232,11 @@ class Host:
             self.process.wait(timeout=30)
         subprocess.run([self.program, "--run", self.run, "--unpin"], check=True)
         for parent in self.cgroup_parents():
-            for cgroup in sorted(parent.rglob("*"), reverse=True):
-                if cgroup.is_dir():
-                    with contextlib.suppress(OSError):
-                        (cgroup / "cgroup.kill").write_text("1")
-                    wait_for(lambda path=cgroup: removed(path))
-            if parent.is_dir():
-                wait_for(lambda path=parent: removed(path))
+            below = [path for path in sorted(parent.rglob("*"), reverse=True) if path.is_dir()]
+            for cgroup in [*below, parent]:
+                with contextlib.suppress(OSError):
+                    (cgroup / "cgroup.kill").write_text("1")
+                wait_for(partial(removed, cgroup))
         shutil.rmtree(self.directory)
 
 

@@ -235,6 +235,7 @@ impl<'a> Daemon<'a> {
         let plan = match &task {
             Task::Launch(plan) => plan,
             Task::Destroy(_) | Task::CleanUp(..) => {
+                self.setting.sandboxes.count_oom_kills(task.sandbox());
                 return self
                     .workers
                     .start(task, origin, &self.setting.lock, |task| match task {

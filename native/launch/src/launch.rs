@@ -250,3 +250,141 @@ fn running(system: &dyn System, child: &Child) -> Result<ProcessStat> {
         true => Err(Error::Vanished),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::{Fake, Parts};
+
+    #[test]
+    fn what_later_steps_need_comes_first() {
+        let (parts, system) = (Parts::new(), Fake::new(None));
+
+        let launched = launch(&system, &parts.job(None)).unwrap();
+
+        assert_eq!(
+            (launched.pid, launched.start_ticks, launched.cgroup_id),
+            (4242, 777, 7)
+        );
+        let order = [
+            "make_dir /cg2/s",
+            "write_file /cg2/s/pids.max",
+            "write_file /cg1/cpuset/s/cpuset.",
+            "write_file /cg1/cpuset/s/a",
+            "make_dir /state/s ",
+            "attach_at \"/state/s/disk\"",
+            "make_dir /state/s/disk/upper",
+            "listen",
+            "clone_mount \"/layers/base\"",
+            "enter_mounts",
+            "act_as 1879048192",
+            "clone",
+            "write 4242",
+            "write_file /proc/4242/uid_map 0 1879048192 65536",
+            "open_namespace /proc/4242/ns/user",
+            "write m",
+            "map_ids",
+            "make_mount \"overlay\" 0x4",
+            "attach_at \"/root\"",
+            "resolve \"/usr\"",
+            "resolve \"/usr/bin\"",
+            "resolve \"/usr/bin/tool\"",
+            "resolve \"/etc/hosts\"",
+            "write r",
+            "read_file /proc/4242/stat",
+        ];
+        let places: Vec<usize> = order
+            .iter()
+            .map(|call| match *call {
+                "clone" => system
+                    .log
+                    .borrow()
+                    .iter()
+                    .position(|entry| entry == "clone")
+                    .unwrap(),
+                call => system.place(call),
+            })
+            .collect();
+        assert!(
+            places.windows(2).all(|pair| pair[0] < pair[1]),
+            "{places:?} {:#?}",
+            system.log.borrow()
+        );
+        assert!(
+            system.place("write_file /cg1/cpuset/s/a")
+                > system.place("write_file /cg1/cpuset/s/cpuset.mems")
+        );
+    }
+
+    #[test]
+    fn limits_are_not_given_away() {
+        let (parts, system) = (Parts::new(), Fake::new(None));
+
+        launch(&system, &parts.job(None)).unwrap();
+
+        let log = system.log.borrow();
+        let given: Vec<&String> = log
+            .iter()
+            .filter(|entry| entry.starts_with("change_owner"))
+            .collect();
+        let good = |entry: &str| {
+            let path = entry.split(' ').nth(1).unwrap();
+            let file = path.rsplit('/').next().unwrap();
+            path.starts_with("/cg2/s")
+                && (file.starts_with("cgroup.") || file == "s" || file == "work")
+        };
+        assert!(
+            given.iter().all(|entry| good(entry)) && given.len() == 8,
+            "{given:?}"
+        );
+    }
+
+    #[test]
+    fn a_launch_that_fails_at_any_call_leaves_nothing() {
+        let parts = Parts::new();
+        let mut number = 0;
+        loop {
+            let system = Fake::new(Some(number));
+            let result = launch(&system, &parts.job(None));
+            if !system.has_failed() {
+                assert!(result.is_ok());
+                break;
+            }
+            let failure = result.unwrap_err();
+            assert_eq!(
+                failure.errno.as_deref(),
+                Some("EIO"),
+                "call {number}: {failure:?}"
+            );
+            let left = system.things.borrow();
+            assert!(
+                left.is_empty(),
+                "call {number} leaves {left:?} of {:#?}",
+                system.log.borrow()
+            );
+            number += 1;
+        }
+        assert!(number > 80, "only {number} calls");
+    }
+
+    #[test]
+    fn the_failing_step_is_named() {
+        let outside =
+            "check cgroups directories socket clone cgroups_v1 maps overlay binds etc agent";
+        for name in outside.split(' ') {
+            let (parts, system) = (Parts::new(), Fake::new(None));
+
+            let failure = launch(&system, &parts.job(Some(name))).unwrap_err();
+
+            assert_eq!(
+                (failure.step.as_str(), failure.errno.as_deref()),
+                (name, Some("EIO"))
+            );
+            assert!(
+                system.things.borrow().is_empty(),
+                "{name} leaves {:?}",
+                system.things.borrow()
+            );
+        }
+    }
+}

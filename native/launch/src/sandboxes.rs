@@ -20,6 +20,8 @@ struct Sandbox {
     record: Record,
     /// Of an agent that an earlier daemon started: not our child, so it is watched instead of reaped.
     adopted: Option<Adopted>,
+    /// Kills for memory that were counted before its cgroup was about to go.
+    oom_kills: u64,
 }
 
 struct Adopted {
@@ -54,10 +56,10 @@ impl Sandboxes {
                     });
                     sandboxes
                         .running
-                        .insert(record.sandbox.clone(), Sandbox { record, adopted });
+                        .insert(record.sandbox.clone(), Sandbox { record, adopted, oom_kills: 0 });
                 }
                 None => {
-                    events.push(event(&record, STATUS_UNKNOWN));
+                    events.push(event(&record, STATUS_UNKNOWN, 0));
                     sandboxes.records.remove(&record.sandbox)?;
                 }
             }
@@ -89,7 +91,7 @@ impl Sandboxes {
         if let Some(status) = self.unclaimed.remove(&record.pid) {
             // Unless the number was another's before.
             if process::find(record.pid, record.start_ticks).is_none() {
-                return Ok(Some(event(&record, status)));
+                return Ok(Some(event(&record, status, 0)));
             }
         }
         self.records.write(&record)?;
@@ -98,10 +100,17 @@ impl Sandboxes {
             record.sandbox.clone(),
             Sandbox {
                 record,
-                adopted: None,
+                adopted: None, oom_kills: 0,
             },
         );
         Ok(None)
+    }
+
+    /// The sandbox is about to be destroyed: what its cgroups count is read while they are there.
+    pub fn count_oom_kills(&mut self, sandbox: &str) {
+        if let Some(sandbox) = self.running.get_mut(sandbox) {
+            sandbox.oom_kills = sandbox.record.oom_kills();
+        }
     }
 
     /// A child has been reaped that is no worker: the agent of a sandbox, or of one whose launch is not reported yet.
@@ -113,7 +122,7 @@ impl Sandboxes {
         {
             Some(sandbox) => {
                 self.records.remove(&sandbox.record.sandbox)?;
-                Ok(Some(event(&sandbox.record, status)))
+                Ok(Some(event(&sandbox.record, status, sandbox.oom_kills)))
             }
             None => {
                 self.unclaimed.insert(pid, status);
@@ -151,10 +160,7 @@ impl Sandboxes {
         let now = Instant::now();
         let mut events = Vec::new();
         for sandbox in self.running.values_mut() {
-            let Sandbox {
-                record,
-                adopted: Some(adopted),
-            } = sandbox
+            let Sandbox { record, adopted: Some(adopted), oom_kills } = sandbox
             else {
                 continue;
             };
@@ -164,9 +170,9 @@ impl Sandboxes {
             }
             let ended_at = *adopted.ended_at.get_or_insert(now);
             match exit_status(adopted.process.as_fd()) {
-                Some(status) => events.push(event(record, status)),
+                Some(status) => events.push(event(record, status, *oom_kills)),
                 None if now - ended_at > STATUS_PATIENCE => {
-                    events.push(event(record, STATUS_UNKNOWN))
+                    events.push(event(record, STATUS_UNKNOWN, *oom_kills))
                 }
                 None => {}
             }
@@ -181,14 +187,14 @@ impl Sandboxes {
 
 fn is_ending(pid: i32) -> bool {
     let text = std::fs::read(process::stat_path(pid)).unwrap_or_default();
-    process::parse_stat(&text).is_none_or(|stat| stat.exiting)
+    process::parse_stat(&text).map_or(true, |stat| stat.exiting)
 }
 
-fn event(record: &Record, status: i32) -> ExitEvent {
+fn event(record: &Record, status: i32, oom_kills: u64) -> ExitEvent {
     ExitEvent {
         sandbox: record.sandbox.clone(),
         pid: record.pid,
         status,
-        oom_kills: record.oom_kills(),
+        oom_kills: record.oom_kills().max(oom_kills).max(oom_kills),
     }
 }

@@ -70,7 +70,13 @@ pub fn capabilities() -> io::Result<CapabilitySets> {
     };
     let mut halves = [CapabilityHalf::default(); 2];
     // SAFETY: version 3 reads the header and writes two halves, which is what is given.
-    check(unsafe { libc::syscall(libc::SYS_capget, &raw const header, halves.as_mut_ptr()) })?;
+    check(unsafe {
+        libc::syscall(
+            libc::SYS_capget,
+            std::ptr::addr_of!(header),
+            halves.as_mut_ptr(),
+        )
+    })?;
     let join = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
     Ok(CapabilitySets {
         effective: join(halves[0].effective, halves[1].effective),
@@ -91,7 +97,13 @@ pub fn set_capabilities(sets: CapabilitySets) -> io::Result<()> {
     };
     let halves = [half(0), half(32)];
     // SAFETY: version 3 reads the header and two halves, which is what is given.
-    check(unsafe { libc::syscall(libc::SYS_capset, &raw const header, halves.as_ptr()) })
+    check(unsafe {
+        libc::syscall(
+            libc::SYS_capset,
+            std::ptr::addr_of!(header),
+            halves.as_ptr(),
+        )
+    })
 }
 
 /// Makes every permitted capability effective: after a change of the effective user id away from 0 none is.

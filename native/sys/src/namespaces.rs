@@ -54,7 +54,7 @@ pub fn clone(how: &Clone) -> io::Result<Side> {
     let mut pidfd: i32 = -1;
     let mut arguments = CloneArguments {
         flags: how.namespaces | CLONE_PIDFD,
-        pidfd: &raw mut pidfd as u64,
+        pidfd: std::ptr::addr_of_mut!(pidfd) as u64,
         exit_signal: libc::SIGCHLD as u64,
         ..CloneArguments::default()
     };
@@ -71,7 +71,7 @@ pub fn clone(how: &Clone) -> io::Result<Side> {
     let result = unsafe {
         libc::syscall(
             libc::SYS_clone3,
-            &raw mut arguments,
+            std::ptr::addr_of_mut!(arguments),
             std::mem::size_of::<CloneArguments>(),
         )
     };
@@ -182,7 +182,8 @@ pub fn exit_status(pidfd: BorrowedFd) -> Option<i32> {
         ..ProcessFacts::default()
     };
     // SAFETY: the number of the request says 64 bytes, and the buffer is larger than that.
-    let result = unsafe { libc::ioctl(pidfd.as_raw_fd(), GET_FACTS, &raw mut facts) };
+    let result =
+        unsafe { libc::ioctl(pidfd.as_raw_fd(), GET_FACTS, std::ptr::addr_of_mut!(facts)) };
     (result == 0 && facts.mask & EXIT != 0).then_some(facts.exit_code)
 }
 

@@ -43,7 +43,7 @@ pub fn resolve_in_root(root: BorrowedFd, path: &CStr) -> io::Result<OwnedFd> {
             libc::SYS_openat2,
             root.as_raw_fd(),
             path.as_ptr(),
-            &raw const how,
+            std::ptr::addr_of!(how),
             size,
         )
     })

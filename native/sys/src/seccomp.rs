@@ -40,7 +40,15 @@ pub fn load_filter(instructions: &[Instruction]) -> io::Result<()> {
     };
     const SET_MODE_FILTER: libc::c_uint = 1;
     // SAFETY: the program and its instructions live through the call, the kernel copies them, the length is theirs.
-    if unsafe { libc::syscall(libc::SYS_seccomp, SET_MODE_FILTER, 0, &raw const program) } != 0 {
+    if unsafe {
+        libc::syscall(
+            libc::SYS_seccomp,
+            SET_MODE_FILTER,
+            0,
+            std::ptr::addr_of!(program),
+        )
+    } != 0
+    {
         return Err(io::Error::last_os_error());
     }
     Ok(())

@@ -48,7 +48,13 @@ pub fn listen(kind: Kind, path: &CStr, backlog: i32) -> io::Result<OwnedFd> {
     // SAFETY: plain numbers.
     check(unsafe { libc::fchmod(socket.as_raw_fd(), 0o600) })?;
     // SAFETY: the address lives through the call, the size is its own.
-    check(unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), size) })?;
+    check(unsafe {
+        libc::bind(
+            socket.as_raw_fd(),
+            (std::ptr::addr_of!(address)).cast(),
+            size,
+        )
+    })?;
     // SAFETY: plain numbers.
     check(unsafe { libc::listen(socket.as_raw_fd(), backlog) })?;
     Ok(socket)
@@ -218,7 +224,7 @@ pub fn loopback_up() -> io::Result<()> {
         libc::ioctl(
             socket.as_raw_fd(),
             libc::SIOCSIFFLAGS as _,
-            &raw const request,
+            std::ptr::addr_of!(request),
         )
     })?;
     Ok(())

@@ -92,7 +92,7 @@ fn ranges(calls: &BTreeMap<u32, Vec<Case>>) -> Result<Vec<Range>> {
     let unknown = || vec![answer(ERRNO | libc::ENOSYS as u32)];
     let mut ranges: Vec<Range> = Vec::new();
     let mut add = |first: u32, code: Vec<Instruction>| {
-        if ranges.last().is_none_or(|range| range.code != code) {
+        if !ranges.last().is_some_and(|range| range.code == code) {
             ranges.push(Range { first, code });
         }
     };

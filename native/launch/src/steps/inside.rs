@@ -265,20 +265,7 @@ fn execute(
     program: &OwnedFd,
     report: &OwnedFd,
 ) -> Error {
-    let last = || -> Result<()> {
-        clock.begin(Step::Seccomp)?;
-        // Before the filter, which need not allow anything but execve from here on.
-        system
-            .write(report.as_fd(), &encode_times(clock))
-            .doing("report", "times")?;
-        match inside.job.filter_agent {
-            Some(filter) => system.load_filter(filter).doing("load", "the filter")?,
-            None => {}
-        }
-        clock.begin(Step::Agent)
-    };
-    let mut last = last;
-    match last() {
+    match confine(system, inside, clock, report) {
         Ok(()) => {
             let source = system.run(program.as_fd(), &[c"dsec-agent", c"--fd"]);
             Error::Call {
@@ -289,6 +276,23 @@ fn execute(
         }
         Err(error) => error,
     }
+}
+
+fn confine(
+    system: &dyn System,
+    inside: &Inside,
+    clock: &mut Clock,
+    report: &OwnedFd,
+) -> Result<()> {
+    clock.begin(Step::Seccomp)?;
+    // Before the filter, which need not allow anything but execve from here on.
+    system
+        .write(report.as_fd(), &encode_times(clock))
+        .doing("report", "times")?;
+    if let Some(filter) = inside.job.filter_agent {
+        system.load_filter(filter).doing("load", "the filter")?;
+    }
+    clock.begin(Step::Agent)
 }
 
 const TIMES: u8 = b'T';
@@ -353,6 +357,104 @@ pub fn decode(mut bytes: &[u8]) -> Said {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fake::{null, Fake, Parts};
+
+    fn fail(system: &Fake, fail_step: Option<&str>) -> (Step, Error) {
+        let parts = Parts::new();
+        let (job, file) = (parts.job(fail_step), null());
+        let mut clock = Clock::start(job.fail_step.clone());
+        let inside = Inside {
+            job: &job,
+            go: null(),
+            report: null(),
+            agent_procs: Some(&file),
+            socket: &file,
+            cgroup: Some(&file),
+        };
+        let error = become_agent(system, &inside, &mut clock);
+        (clock.step(), error)
+    }
+
+    #[test]
+    fn rights_are_given_up_in_the_order_that_works() {
+        let system = Fake::talking(None);
+
+        let (step, error) = fail(&system, None);
+
+        assert_eq!((step, error.errno()), (Step::Agent, Some(libc::ENOEXEC)));
+        let order = [
+            "start_afresh",
+            "become_user 0 false",
+            "unshare 0xe000000",
+            "write 0",
+            "set_hostname sandbox",
+            "unshare 0x40000000",
+            "loopback_up",
+            "unshare 0x20000",
+            "clone_tree",
+            "make_mount \"proc\" 0xe",
+            "make_mount \"sysfs\" 0xf",
+            "write_file /root/proc/sys/kernel/shmmni 1",
+            "resolve \"/proc/sys\"",
+            "resolve \"/proc/kcore\"",
+            "pivot",
+            "set_limit",
+            "arrange",
+            "bound_capabilities 0x81",
+            "become_user 65535 true",
+            "set_capabilities",
+            "raise_ambient 0x80",
+            "load_filter",
+            "run [\"dsec-agent\", \"--fd\"]",
+        ];
+        let places: Vec<usize> = order.iter().map(|call| system.place(call)).collect();
+        assert!(
+            places.windows(2).all(|pair| pair[0] < pair[1]),
+            "{places:?} {:#?}",
+            system.log.borrow()
+        );
+        assert_eq!(system.log.borrow().len(), places.last().unwrap() + 1);
+    }
+
+    #[test]
+    fn no_failure_ends_in_the_agent() {
+        for number in 0.. {
+            let system = Fake::talking(Some(number));
+            let (_, error) = fail(&system, None);
+            if !system.has_failed() {
+                assert!(number > 30, "only {number} calls");
+                break;
+            }
+            assert_eq!(error.errno(), Some(libc::EIO), "call {number}");
+            let log = system.log.borrow();
+            let last = log.last().unwrap();
+            assert_eq!(
+                log.len(),
+                number + 1,
+                "something was done after the failure: {last}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_failing_step_is_named() {
+        let all =
+            "ids cgroupns network mounts sysctls masks pivot rlimits capabilities seccomp agent";
+        for name in all.split(' ') {
+            let system = Fake::talking(None);
+
+            let (step, error) = fail(&system, Some(name));
+
+            assert_eq!((step.name(), error.errno()), (name, Some(libc::EIO)));
+        }
+    }
+
+    #[test]
+    fn a_launcher_that_has_gone_ends_the_new_process() {
+        let (_, error) = fail(&Fake::new(None), None);
+
+        assert!(matches!(error, Error::Vanished));
+    }
 
     #[test]
     fn times_and_failure_come_back_as_they_were_sent() {
