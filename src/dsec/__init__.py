@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from dsec import errors as errors
+    from dsec.core import errors as errors
     from dsec.core.errors import CommandError as CommandError
     from dsec.core.errors import DsecError as DsecError
     from dsec.core.spec import Environment as Environment

@@ -11,7 +11,6 @@ from urllib.parse import unquote, urlsplit
 from dsec.core.errors import InvalidArgumentError
 from dsec.wire import api
 
-
 _RUN_DIR: Final = "DSEC_RUN_DIR"
 
 
