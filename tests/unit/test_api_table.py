@@ -13,7 +13,7 @@ from dsec.api.errors import STATUS, MethodError, RangeError, headers_of, status_
 from dsec.api.openapi import document
 from dsec.api.routes import ROUTES
 from dsec.api.routing import WEBSOCKET, RouteTable
-from dsec.core.errors import CapacityError, DsecError, InvalidArgumentError, NotFoundError, StorageError
+from dsec.core.errors import CapacityError, DsecError, NotFoundError, StorageError
 from dsec.wire.codec import to_json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -90,9 +90,8 @@ def test_an_encoded_colon_is_a_colon() -> None:
     assert RouteTable(ROUTES).find("GET", b"/v1/sandboxes/x/files%3Astat").route.name == "stat_file"
 
 
-def test_a_path_of_a_websocket_says_so() -> None:
-    with pytest.raises(InvalidArgumentError, match="WebSocket"):
-        RouteTable(ROUTES).find("GET", b"/v1/sandboxes/x/connect")
+def test_a_path_of_a_websocket_is_found_by_get_too() -> None:
+    assert RouteTable(ROUTES).find("GET", b"/v1/sandboxes/x/connect").route.method == WEBSOCKET
 
 
 def test_the_contract_and_the_table_have_the_same_routes() -> None:

@@ -12,9 +12,9 @@ from dsec.api.errors import Headers
 from dsec.api.gate import check_right
 from dsec.api.query import parse_query
 from dsec.api.request import Answer, ClientGoneError, Receive, Request, Send, Services
-from dsec.api.routing import WEBSOCKET, Handler, RouteTable, SocketHandler
+from dsec.api.routing import WEBSOCKET, Handler, Route, RouteTable, SocketHandler
 from dsec.api.websocket import Socket
-from dsec.core.errors import UnavailableError
+from dsec.core.errors import InvalidArgumentError, UnavailableError
 from dsec.observe.context import ids, new_request_id
 from dsec.observe.metrics import API_REQUESTS
 from dsec.wire.api import TYPE_JSON
@@ -50,8 +50,10 @@ class Application:
 
     async def _http(self, scope: Scope, request: Request) -> None:
         try:
-            self._admit(scope["method"], scope, request)
-            handler = cast(Handler, request.found.route.handler)  # type: ignore[union-attr]
+            route = self._admit(scope["method"], scope, request)
+            if route.method == WEBSOCKET:
+                raise InvalidArgumentError("this path speaks WebSocket", hint="connect with 'Upgrade: websocket'")
+            handler = cast(Handler, route.handler)
             answer = await handler(request)
             if answer is not None:
                 await request.answer(answer)
@@ -65,8 +67,7 @@ class Application:
 
     async def _websocket(self, scope: Scope, request: Request, socket: Socket) -> None:
         try:
-            self._admit(WEBSOCKET, scope, request)
-            handler = cast(SocketHandler, request.found.route.handler)  # type: ignore[union-attr]
+            handler = cast(SocketHandler, self._admit(WEBSOCKET, scope, request).handler)
             await handler(request, socket)
             request.status = 101
         except ClientGoneError:
@@ -78,13 +79,16 @@ class Application:
             request.status = errors.status_of(error)
             await _refuse(request, socket, error)
 
-    def _admit(self, method: str, scope: Scope, request: Request) -> None:
+    def _admit(self, method: str, scope: Scope, request: Request) -> Route:
         found = request.found = self.table.find(method, scope["raw_path"])
         if found.route.right is not None:
             authorization = request.header(b"authorization")
             request.principal = self.services.gate.principal(authorization, request.peer)
             check_right(request.principal, found.route.right)
         request.query = parse_query(scope["query_string"], found.route.params)
+        if found.route.mutates:
+            request.check_key()
+        return found.route
 
     async def _fail(self, scope: Scope, request: Request, error: Exception) -> None:
         if request.started:

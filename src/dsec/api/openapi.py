@@ -92,7 +92,10 @@ def _operation(route: Route, schemas: _Schemas) -> dict[str, Any]:
     if route.method == WEBSOCKET:
         operation["x-websocket"] = True
     if route.body is not None:
-        operation["requestBody"] = {"required": True, "content": _content(_media(route.body), schemas)}
+        operation["requestBody"] = {
+            "required": _is_record(route.body) and any(field.required for field in msgspec.structs.fields(route.body)),
+            "content": _content(_media(route.body), schemas),
+        }
     return operation
 
 

@@ -63,6 +63,7 @@ class Request:
         "found",
         "headers",
         "id",
+        "key",
         "peer",
         "principal",
         "query",
@@ -81,6 +82,7 @@ class Request:
         self.found: Found | None = None
         self.query: dict[str, Any] = {}
         self.principal: Principal | None = None
+        self.key: str | None = None
         self.started = False
         self.status = 0
         self._caller: Caller | None = None
@@ -117,18 +119,17 @@ class Request:
             self._caller = caller_of(self.principal)
         return self._caller
 
-    @property
-    def key(self) -> str | None:
-        """The idempotency key. Raises InvalidArgumentError or LimitError."""
+    def check_key(self) -> None:
+        """Takes the idempotency key from the headers. Raises InvalidArgumentError or LimitError."""
         raw = self.header(b"idempotency-key")
         if raw is None:
-            return None
+            return
         if len(raw) > IDEMPOTENCY_KEY_BYTES_MAX:
             raise LimitError(f"an Idempotency-Key has at most {IDEMPOTENCY_KEY_BYTES_MAX} bytes")
         text = text_of(raw, "the Idempotency-Key")
         if not text or not text.isascii() or not text.isprintable():
             raise InvalidArgumentError("an Idempotency-Key is 1 or more printable ASCII characters")
-        return text
+        self.key = text
 
     def accepts(self, media: str) -> bool:
         """Whether the Accept header names this media type."""

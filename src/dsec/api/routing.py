@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dsec.api.errors import MethodError
 from dsec.api.query import Param, text_of, unquote
-from dsec.core.errors import InvalidArgumentError, NotFoundError
+from dsec.core.errors import NotFoundError
 from dsec.wire.node import Right
 
 if TYPE_CHECKING:
@@ -77,12 +77,12 @@ class RouteTable:
                 raise _not_found(raw_path)
             level = following
         entry = level.routes.get(method)
+        if entry is None and method == "GET":
+            entry = level.routes.get(WEBSOCKET)  # the caller of `find` says what is missing
         if entry is not None:
             return Found(entry[0], dict(zip(entry[1], values, strict=True)))
         if not level.routes:
             raise _not_found(raw_path)
-        if method == "GET" and WEBSOCKET in level.routes:
-            raise InvalidArgumentError("this path speaks WebSocket", hint="connect with 'Upgrade: websocket'")
         raise MethodError(method, sorted("GET" if known == WEBSOCKET else known for known in level.routes))
 
     def _add(self, route: Route) -> None:

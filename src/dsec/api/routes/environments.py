@@ -80,7 +80,7 @@ ROUTES = (
         "Forget an environment; its layers go when nothing uses them.",
         Right.ADMIN,
         answer=Done,
-        statuses=(404, 409),
+        statuses=(404, 409, 501),
         mutates=True,
     ),
     Route(
@@ -91,7 +91,7 @@ ROUTES = (
         Right.ADMIN,
         body=BuildRequest,
         answer={TYPE_NDJSON: BuildEvent},
-        statuses=(404, 409, 429),
+        statuses=(404, 409, 429, 501),
         mutates=True,
     ),
 )
