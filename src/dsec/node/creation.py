@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from dsec.backends.base import Backend, InstanceSpec
@@ -24,7 +25,7 @@ from dsec.core.errors import (
 )
 from dsec.core.ids import new_sandbox_id
 from dsec.core.spec import SandboxSpec, Substrate
-from dsec.core.states import SandboxState
+from dsec.core.states import EndCause, SandboxState
 from dsec.node.admission import Room, refusal
 from dsec.node.environments import Environments, Resolved
 from dsec.node.registry import Registry
@@ -94,9 +95,16 @@ class Creation:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            # Nobody could ever learn its id. The task removes what there is of it.
-            task.cancel()
+            # Nobody could ever learn its id. The task removes what there is of it; if it was done already, we do.
+            if not task.cancel() and task.exception() is None:
+                await self._destroy_unknown(task.result().id)
             raise
+
+    async def _destroy_unknown(self, id: str) -> None:
+        sandbox = self._registry.find(id)
+        if sandbox is not None:
+            with suppress(DsecError):
+                await sandbox.destroy(EndCause.DESTROYED, "its caller went away before it learned its id")
 
     def _known(self, scope: tuple[str, str], hash: bytes) -> Sandbox | None:
         row = self._services.journal.key(*scope)

@@ -58,7 +58,7 @@ class ExecLog:
         data = _encode(entry)
         try:
             fault_point("node.execlog.append")
-            file = self._open()
+            file = self._open(create=True)
             written = os.pwrite(file, data, position)
             if written != len(data):
                 raise OSError(f"{written} of {len(data)} bytes were written")
@@ -71,8 +71,9 @@ class ExecLog:
     def read_end(self, position: int) -> ExecEndEntry:
         """The end entry at this position, with its output."""
         try:
-            length, check = _HEAD.unpack(os.pread(self._open(), _HEAD.size, position))
-            body = os.pread(self._open(), min(length, ENTRY_BYTES_MAX), position + _HEAD.size)
+            file = self._open(create=False)
+            length, check = _HEAD.unpack(os.pread(file, _HEAD.size, position))
+            body = os.pread(file, min(length, ENTRY_BYTES_MAX), position + _HEAD.size)
             if zlib.crc32(body) != check:
                 raise ValueError("its check sum is wrong")
             entry: ExecEntry = unpack(body, ExecEntry)  # type: ignore[arg-type]
@@ -107,10 +108,14 @@ class ExecLog:
         if file is not None:
             os.close(file)
 
-    def _open(self) -> int:
+    def _open(self, *, create: bool) -> int:
+        """Only writing makes the file: a late reader must not bring an ended sandbox's directory back."""
         if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+            if create:
+                self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                flags |= os.O_CREAT
+            self._file = os.open(self.path, flags, 0o600)
         return self._file
 
     def _cut(self, position: int) -> None:

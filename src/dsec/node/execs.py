@@ -94,7 +94,8 @@ class NodeExec:
             self._record = None
 
     def close(self) -> None:
-        if self._record is not None:
+        """Readers that are in the middle of it go on with what they have open."""
+        if self._record is not None and self._readers == 0:
             self._record.close()
 
     def remove_file(self, path: Path) -> None:

@@ -180,8 +180,11 @@ class Service:
         sandbox = self._sandbox(request.sandbox, caller)
         exec, existing = await sandbox.start_exec(request.exec)
         wait_s = request.exec.wait_s
-        await _wait_for_end(exec, wait_s)
-        return exec.answer(sandbox.id, with_output=wait_s is not None, existing=existing)
+        if wait_s is None:
+            return exec.answer(sandbox.id, with_output=False, existing=existing)
+        with exec:  # the sandbox may end meanwhile, and its records with it
+            await _wait_for_end(exec, wait_s)
+            return exec.answer(sandbox.id, with_output=True, existing=existing)
 
     async def _exec_get(self, request: records.ExecQuery, caller: Caller, _: str | None) -> records.ExecInfo:
         sandbox, exec = self._exec(request.sandbox, request.exec, caller)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -229,16 +229,6 @@ def stream_pair() -> tuple[StreamEnd, StreamEnd]:
     one, other = StreamEnd(), StreamEnd()
     one.peer, other.peer = other, one
     return one, other
-
-
-async def until(condition: Callable[[], bool | Awaitable[bool]], *, deadline_s: float = 20.0) -> None:
-    """Returns once it is so. Raises TimeoutError after `deadline_s`."""
-    async with asyncio.timeout(deadline_s):
-        while True:
-            found = condition()
-            if found if isinstance(found, bool) else await found:
-                return
-            await asyncio.sleep(0.002)
 
 
 def fake_instance(node: Node, id: str) -> Any:
