@@ -34,12 +34,12 @@ impl Agent {
         let Some(exec) = self.execs.get_mut(key) else {
             return false;
         };
-        let held = exec.held_bytes();
-        if held >= limit {
+        let room = exec.room(limit).min(self.scratch.len());
+        if room == 0 {
             self.set_output_interest(key);
             return false;
         }
-        let room = (limit - held).clamp(4096, self.scratch.len());
+        let held = exec.held_bytes();
         match exec.output(channel).take(&mut self.scratch[..room]) {
             Taken::Nothing => false,
             Taken::End => {
@@ -85,7 +85,7 @@ impl Agent {
         let Some(exec) = self.execs.get_mut(key) else {
             return;
         };
-        let full = exec.held_bytes() >= limit;
+        let full = exec.room(limit) == 0;
         let interest = match full || exec.end.is_some() {
             true => 0,
             false => READ,
@@ -206,7 +206,7 @@ impl Agent {
         let full = self
             .execs
             .get(key)
-            .is_some_and(|exec| exec.held_bytes() >= limit);
+            .is_some_and(|exec| exec.room(limit) == 0);
         if !full {
             self.finish_exec(key);
         }

@@ -18,6 +18,8 @@ use crate::processes::Process;
 use input::Input;
 use output::Output;
 
+const BYTES_PER_MARK_MIN: usize = 64;
+
 /// Why we killed it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
@@ -91,6 +93,15 @@ impl Exec {
 
     pub fn held_bytes(&self) -> usize {
         self.out.held_bytes() + self.err.held_bytes()
+    }
+
+    /// Output bytes that may still be kept. None when there are too many marks: one-byte writes must not make the marks
+    /// outgrow the bytes.
+    pub fn room(&self, limit: usize) -> usize {
+        match self.out.marks() + self.err.marks() < limit / BYTES_PER_MARK_MIN {
+            true => limit.saturating_sub(self.out.kept_bytes() + self.err.kept_bytes()),
+            false => 0,
+        }
     }
 
     pub fn stdin_taken(&self) -> u64 {

@@ -9,7 +9,7 @@ use dsec_sys::epoll::Source;
 
 use crate::link::Link;
 
-/// What one mark costs; counted, so that one-byte writes cannot make the marks outgrow the bytes.
+/// What one mark costs.
 const MARK_BYTES: usize = 16;
 /// A chunk grows no further: chunks keep the order of the two channels visible.
 const CHUNK_BYTES_MAX: u64 = 64 << 10;
@@ -50,8 +50,17 @@ impl Output {
         self.acked + self.bytes.len() as u64
     }
 
+    /// Memory that it takes.
     pub fn held_bytes(&self) -> usize {
         self.bytes.len() + self.marks.len() * MARK_BYTES
+    }
+
+    pub fn kept_bytes(&self) -> usize {
+        self.bytes.len()
+    }
+
+    pub fn marks(&self) -> usize {
+        self.marks.len()
     }
 
     pub fn has_unsent(&self) -> bool {
