@@ -29,11 +29,12 @@ class Place:
         self.run = directory / "run"
         self.state = directory / "state"
         self.socket = self.run / "api.sock"
+        self.substrate = "fake"
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def command(self, verb: str, *more: str) -> list[str]:
         directories = ["--run-dir", str(self.run), "--state-dir", str(self.state)]
-        substrate = ["--substrate", "fake"] if verb == "up" else []
+        substrate = ["--substrate", self.substrate] if verb == "up" else []
         return [sys.executable, "-m", "dsec.serve", verb, *directories, *substrate, *more]
 
     def call(self, verb: str, *more: str) -> subprocess.CompletedProcess[str]:
@@ -221,3 +222,42 @@ def test_tcp_with_tls_takes_tokens(place: Place, tmp_path: Path) -> None:
 
     assert asyncio.run(ask()) == [401, 200]
     assert place.call("down").returncode == 0
+
+
+@pytest.mark.root
+def test_down_leaves_sandboxes_running_and_with_destroy_leaves_nothing(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "root/tmp").mkdir(parents=True)
+    place.substrate = "container"
+    assert place.call("up", "--detach").returncode == 0
+    if (reason := place.get("/v1/doctor")["substrates"]["container"]) != "ok":
+        place.call("down")
+        pytest.skip(reason)
+    build = {"name": "bare", "source": {"kind": "directory", "path": str(tmp_path / "root")}}
+    try:
+        assert '"done"' in asyncio.run(_text(place.socket, "/v1/environments", build))
+        spec = {"environment": {"base": "bare"}, "memory_bytes": 64 << 20}
+        assert place.post("/v1/sandboxes", {"spec": spec})["state"] == "running"
+
+        left = place.call("down")
+        launcher = int((place.run / "launch.pid").read_text())
+        assert "1 sandboxes run on" in left.stderr
+        assert runs(launcher)
+        assert place.call("up", "--detach").returncode == 0
+    finally:
+        done = place.call("down", "--destroy")
+
+    assert done.returncode == 0, done.stderr
+    assert not runs(launcher)
+    assert str(place.run) not in Path("/proc/self/mountinfo").read_text()
+
+
+def test_destroy_needs_a_service_to_ask(place: Place) -> None:
+    done = place.call("down", "--destroy")
+
+    assert (done.returncode, "nothing runs" in done.stderr) == (1, True)
+
+
+async def _text(socket: Path, path: str, body: Any) -> str:
+    async with aiohttp.ClientSession("http://dsec", connector=aiohttp.UnixConnector(str(socket))) as client:
+        async with client.post(path, json=body) as answer:
+            return await answer.text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from dsec.core.errors import DsecError, InvalidArgumentError
+from dsec.core.errors import DsecError, InvalidArgumentError, UnavailableError
 
 _SETTINGS: Final = (
     "run_dir",
@@ -66,11 +67,20 @@ def _up(options: argparse.Namespace, given: list[str], pipe: int | None) -> int:
 def _down(options: argparse.Namespace) -> int:
     from dsec.serve.config import load_config
     from dsec.serve.down import stop_service
+    from dsec.serve.lock import holder_of
+    from dsec.serve.retire import destroy_all, retire_launcher
 
     config = load_config(_flags(options), os.environ, file=options.config)
-    pid = stop_service(Path(config.run_dir), timeout_s=options.timeout)
-    said = f"process {pid} has ended" if pid else f"nothing runs on {config.run_dir}"
-    sys.stderr.write(f"dsec: {said}\n")
+    run_dir = Path(config.run_dir)
+    if options.destroy and holder_of(run_dir) is None:
+        raise UnavailableError("nothing runs that could destroy sandboxes", hint="start it first: dsec up --detach")
+    if options.destroy:
+        sys.stderr.write(f"dsec: {destroy_all(config.socket)} sandboxes destroyed\n")
+    pid = stop_service(run_dir, timeout_s=options.timeout)
+    sys.stderr.write(f"dsec: process {pid} has ended\n" if pid else f"dsec: nothing runs on {run_dir}\n")
+    held = asyncio.run(retire_launcher(run_dir, force=options.launcher))
+    if held:
+        sys.stderr.write(f"dsec: {held} sandboxes run on; `dsec up` takes them over\n")
     return 0
 
 
@@ -94,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--substrate", dest="node.substrates", action="append", metavar="NAME", help="may be repeated")
     up.add_argument("--log-level", dest="log.level", metavar="LEVEL")
     up.add_argument("--detach", action="store_true", help="return when it answers, and leave it running")
+    down.add_argument("--destroy", action="store_true", help="destroy all sandboxes first; otherwise they run on")
+    down.add_argument("--launcher", action="store_true", help="end dsec-launch although sandboxes run on")
     down.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS")
     return parser
 

@@ -1,0 +1,128 @@
+"""The end of what outlives a service: its sandboxes, if asked for, and the launcher when it holds nothing more."""
+
+from __future__ import annotations
+
+import fcntl
+import http.client
+import os
+import select
+import signal
+import socket
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from dsec.backends.container.launcher import Launcher, LauncherRefusal
+from dsec.binaries import find_binary
+from dsec.core.errors import HostError, PlatformError, UnavailableError
+from dsec.core.ids import parse_sandbox_id
+from dsec.wire.codec import from_json
+from dsec.wire.errors import ErrorBody, error_of
+from dsec.wire.launch import LaunchOp, Listed
+from dsec.wire.node import Nothing
+from dsec.wire.records import SandboxPage
+
+_CALL_TIMEOUT_S: Final = 150.0  # above the API's own for a destroy
+_END_TIMEOUT_S: Final = 10.0
+
+
+def destroy_all(api_socket: Path) -> int:
+    """Destroys every sandbox of the service at this socket; how many there were. Raises what the service answers."""
+    ended = 0
+    while ids := [sandbox.id for sandbox in _call(api_socket, "GET", "/v1/sandboxes?limit=1000").sandboxes]:
+        for id in ids:
+            _call(api_socket, "DELETE", f"/v1/sandboxes/{parse_sandbox_id(id)}")
+        ended += len(ids)
+    return ended
+
+
+async def retire_launcher(run_dir: Path, *, force: bool = False) -> int:
+    """How many sandboxes the launcher holds. With none, or by `force`, it is ended and its layers are let go of.
+
+    Forced, sandboxes run on without one who tells their end. Raises HostError, or UnavailableError when a launcher of
+    another version cannot be asked; `force` does not ask.
+    """
+    held = 0 if force else await _sandboxes_held(run_dir)
+    if held == 0:
+        _end(run_dir)
+        _unpin(run_dir)
+    return held
+
+
+async def _sandboxes_held(run_dir: Path) -> int:
+    if _launcher_pid(run_dir) is None:
+        return 0
+    program = find_binary("dsec-launch")
+    launcher = Launcher(run_dir, launch_binary=program, agent_binary=program, start_s=_END_TIMEOUT_S)
+    try:
+        return len((await launcher.request(LaunchOp.LIST, Nothing(), Listed)).sandboxes)
+    except LauncherRefusal as refusal:
+        raise UnavailableError(f"dsec-launch does not say what it holds: {refusal}") from refusal
+    finally:
+        await launcher.close()
+
+
+def _launcher_pid(run_dir: Path) -> int | None:
+    """None when no launcher has the run directory: the lock says, not the file with the pid."""
+    try:
+        lock = os.open(run_dir / "launch.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = (run_dir / "launch.pid").read_text(encoding="ascii").strip()
+        return int(text) if text.isdigit() else None
+    finally:
+        os.close(lock)
+    return None
+
+
+def _end(run_dir: Path) -> None:
+    pid = _launcher_pid(run_dir)
+    if pid is None:
+        return
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if _launcher_pid(run_dir) != pid:  # it ended meanwhile, and the pid may be another's
+            return
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGTERM)
+        if not select.select([handle], [], [], _END_TIMEOUT_S)[0]:
+            raise HostError(f"dsec-launch, process {pid}, does not end", hint=f"kill -KILL {pid}")
+    finally:
+        os.close(handle)
+
+
+def _unpin(run_dir: Path) -> None:
+    if not (run_dir / "launch.mnt").exists():
+        return
+    command = [str(find_binary("dsec-launch")), "--run", str(run_dir), "--unpin"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=_END_TIMEOUT_S, stdin=subprocess.DEVNULL)
+    except subprocess.CalledProcessError as error:
+        raise HostError(f"the layers' mounts stay: {error.stderr.decode('utf-8', 'replace').strip()[:500]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise HostError(f"the layers' mounts stay: {error}") from error
+
+
+def _call(path: Path, method: str, target: str) -> Any:
+    connection = http.client.HTTPConnection("dsec")
+    connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.sock.settimeout(_CALL_TIMEOUT_S)
+        connection.sock.connect(str(path))
+        connection.request(method, target)
+        answer = connection.getresponse()
+        body = answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise UnavailableError(f"the service at {path} does not answer: {error}") from error
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise error_of(from_json(body, ErrorBody)) if body else PlatformError(f"{target}: status {answer.status}")
+    return from_json(body, SandboxPage if method == "GET" else dict)
