@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from dsec.wire.launch import (
     SyscallRule,
 )
 
-NATIVE = Path(__file__).parents[2] / "native" / "target" / "x86_64-unknown-linux-gnu" / "release"
+ROOT = Path(__file__).parents[2]
+NATIVE = ROOT / "native" / "target" / "x86_64-unknown-linux-gnu" / "release"
 LAUNCH = NATIVE / "dsec-launch"
 PROBE = NATIVE / "examples" / "probe"
 CGROUP2 = Path("/sys/fs/cgroup/unified") if Path("/sys/fs/cgroup/unified").is_dir() else Path("/sys/fs/cgroup")
@@ -125,6 +126,24 @@ class LaunchClient:
         names = "read write open close stat fstat execve execveat exit_group"
         rules = [SyscallRule(syscall=name) for name in names.split()]
         self.call("filter", FilterArgs(name="open", spec=FilterSpec(allow=rules)))
+
+
+@cache
+def build() -> None:
+    """The launcher and the probe, from the present source."""
+    options = [
+        "--release",
+        "--locked",
+        "--target-dir",
+        "target",
+        "--package",
+        "dsec-launch",
+        "--bins",
+        "--example",
+        "probe",
+    ]
+    command = [str(ROOT / "tools" / "cargo"), "build", "--quiet", *options]
+    subprocess.run(command, cwd=ROOT / "native", check=True, timeout=1_200, stdin=subprocess.DEVNULL)
 
 
 @dataclass
@@ -329,6 +348,7 @@ def leftovers(host: Host) -> list[str]:
 
 @contextlib.contextmanager
 def running_host(directory: Path) -> Iterator[Host]:
+    build()
     host = Host(directory)
     for place in ("state", "sockets"):
         (directory / place).mkdir(parents=True)

@@ -2,14 +2,15 @@
 //! and answers with their output. One command a connection: the command up to end-of-file, then output, then `exit <code>`.
 
 use std::io::{Read, Write};
-use std::os::fd::FromRawFd;
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
 fn main() {
-    // SAFETY: the launcher passes the listening socket as descriptor 3, which nothing else here uses.
-    let listener = unsafe { UnixListener::from_raw_fd(3) };
+    let Ok(socket) = dsec_sys::sealed::inherited(3) else {
+        return;
+    };
+    let listener = UnixListener::from(socket);
     for connection in listener.incoming() {
         let Ok(mut connection) = connection else {
             continue;

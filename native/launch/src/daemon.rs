@@ -244,7 +244,7 @@ impl<'a> Daemon<'a> {
                             ..Report::default()
                         },
                         Task::Launch(_) => Report::default(),
-                    })
+                    });
             }
         };
         if self.setting.sandboxes.contains(&plan.sandbox) {

@@ -54,9 +54,14 @@ impl Sandboxes {
                         process,
                         ended_at: None,
                     });
-                    sandboxes
-                        .running
-                        .insert(record.sandbox.clone(), Sandbox { record, adopted, oom_kills: 0 });
+                    sandboxes.running.insert(
+                        record.sandbox.clone(),
+                        Sandbox {
+                            record,
+                            adopted,
+                            oom_kills: 0,
+                        },
+                    );
                 }
                 None => {
                     events.push(event(&record, STATUS_UNKNOWN, 0));
@@ -100,7 +105,8 @@ impl Sandboxes {
             record.sandbox.clone(),
             Sandbox {
                 record,
-                adopted: None, oom_kills: 0,
+                adopted: None,
+                oom_kills: 0,
             },
         );
         Ok(None)
@@ -160,7 +166,11 @@ impl Sandboxes {
         let now = Instant::now();
         let mut events = Vec::new();
         for sandbox in self.running.values_mut() {
-            let Sandbox { record, adopted: Some(adopted), oom_kills } = sandbox
+            let Sandbox {
+                record,
+                adopted: Some(adopted),
+                oom_kills,
+            } = sandbox
             else {
                 continue;
             };

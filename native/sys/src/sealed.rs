@@ -115,3 +115,14 @@ fn above(fd: BorrowedFd, lowest: i32) -> io::Result<OwnedFd> {
     // SAFETY: the kernel has just returned this descriptor to us.
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
+
+/// A duplicate of a descriptor that this program was started with, closed by execve; the original stays as it is.
+pub fn inherited(number: i32) -> io::Result<OwnedFd> {
+    // SAFETY: plain numbers; one that is not open is an error.
+    let copy = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 0) };
+    if copy < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just returned this descriptor to us.
+    Ok(unsafe { OwnedFd::from_raw_fd(copy) })
+}
