@@ -43,11 +43,9 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
 
 
 def test_the_defaults_are_a_users_own_or_the_systems() -> None:
-    config = load_config({}, {"HOME": "/home/u", "XDG_RUNTIME_DIR": "/run/user/1"}, file=Path("/dev/null"))
+    config = load_config({}, {"HOME": "/srv/u", "XDG_RUNTIME_DIR": "/run/user/1"}, file=Path("/dev/null"))
 
-    expected = (
-        ("/run/dsec", "/var/lib/dsec") if os.geteuid() == 0 else ("/run/user/1/dsec", "/home/u/.local/state/dsec")
-    )
+    expected = ("/run/dsec", "/var/lib/dsec") if os.geteuid() == 0 else ("/run/user/1/dsec", "/srv/u/.local/state/dsec")
     assert (config.run_dir, config.state_dir) == expected
     assert config.api.address() is None
     assert config.node.substrates == (Substrate.CONTAINER,)

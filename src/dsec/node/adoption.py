@@ -14,7 +14,8 @@ from dsec.core.states import EndCause, SandboxState
 from dsec.node.environments import Environments
 from dsec.node.registry import Registry
 from dsec.node.rows import SandboxRow
-from dsec.node.supervisor import Services, Supervisor
+from dsec.node.services import Services
+from dsec.node.supervisor import Supervisor
 from dsec.observe.logs import get_logger
 
 log = get_logger(__name__)

@@ -23,14 +23,15 @@ from dsec.core.errors import (
     Outcome,
     UnsupportedError,
 )
-from dsec.core.ids import new_sandbox_id
+from dsec.core.ids import NodeId, SandboxId, new_sandbox_id
 from dsec.core.spec import SandboxSpec, Substrate
 from dsec.core.states import EndCause, SandboxState
 from dsec.node.admission import Room, refusal
 from dsec.node.environments import Environments, Resolved
 from dsec.node.registry import Registry
 from dsec.node.rows import KeyRow, SandboxRow
-from dsec.node.supervisor import Services, Supervisor
+from dsec.node.services import Services
+from dsec.node.supervisor import Supervisor
 from dsec.observe import metrics
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack
@@ -204,7 +205,9 @@ class Creation:
                 sandbox.settle(resolved)
                 step = "backend"
                 instance = await backend.create(
-                    _instance_spec(sandbox, resolved), intend=intend, deadline_s=max(left_s(), 0.001)
+                    _instance_spec(sandbox, resolved, self._services.journal.node_id),
+                    intend=intend,
+                    deadline_s=max(left_s(), 0.001),
                 )
                 step = "hello"
                 await sandbox.begin(instance, deadline_s=left_s())
@@ -232,11 +235,11 @@ async def _finished(task: asyncio.Task[bool]) -> bool:
     return task.result()
 
 
-def _instance_spec(sandbox: Supervisor, resolved: Resolved) -> InstanceSpec:
+def _instance_spec(sandbox: Supervisor, resolved: Resolved, node: NodeId) -> InstanceSpec:
     row = sandbox.row
     return InstanceSpec(
-        id=sandbox.sandbox_id,
-        node=sandbox.node_id,
+        id=SandboxId(row.id),
+        node=node,
         spec=row.spec,
         layers=resolved.layers,
         env={**resolved.env, **row.spec.env},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dsec.core.clock import Clock
 from dsec.core.states import EndCause
+from dsec.node.rows import SandboxRow
 
 
 class Lifetime:
@@ -28,6 +29,17 @@ class Lifetime:
         self._idle_since = now
         self._idle_since_wall = clock.wall_s()
         self._paused_at: float | None = None
+
+    @classmethod
+    def of_row(cls, row: SandboxRow, clock: Clock) -> Lifetime:
+        """As the journal has it. Time that the node was away counts; being idle begins anew."""
+        left = row.running_left_s
+        if left is None and row.running_until is not None:
+            left = max(0.0, row.running_until - clock.wall_s())
+        lifetime = cls(clock, running_left_s=left, ttl_idle_s=row.ttl_idle_s)
+        if row.paused_at is not None:
+            lifetime.pause()
+        return lifetime
 
     @property
     def busy(self) -> bool:

@@ -25,8 +25,10 @@ from dsec.node.host import boot_id, memory_total_bytes
 from dsec.node.journal import Journal
 from dsec.node.reaper import Reaper
 from dsec.node.registry import Registry
-from dsec.node.supervisor import Services, Sleep, Supervisor, gone_error
+from dsec.node.services import Services, Sleep
+from dsec.node.supervisor import Supervisor
 from dsec.node.tasks import Tasks
+from dsec.node.view import gone_error
 from dsec.observe.logs import get_logger
 from dsec.storage.space import free_bytes
 
@@ -109,7 +111,7 @@ class Node:
             sleep=self._sleep,
             tasks=self._tasks,
             schedule=self._reaper.schedule,
-            on_end=self._ended,
+            forget=self._forget,
             has_room=self._has_room_for_records,
         )
         self.backends = self._make_backends(self.journal.node_id)
@@ -214,9 +216,9 @@ class Node:
         if sandbox is not None:
             self._tasks.spawn(_expire(sandbox))
 
-    def _ended(self, sandbox: Supervisor) -> None:
-        self._reaper.cancel(sandbox.id)
-        self.registry.remove(sandbox)
+    def _forget(self, id: str) -> None:
+        self._reaper.cancel(id)
+        self.registry.remove(id)
 
     async def _housekeep(self) -> None:
         pruned_at = self.clock.monotonic_s()

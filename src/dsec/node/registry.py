@@ -42,8 +42,9 @@ class Registry:
         insort(self._order, _place(sandbox))
         self.memory_promised_bytes += sandbox.row.spec.memory_bytes
 
-    def remove(self, sandbox: Supervisor) -> None:
-        if self._by_id.pop(sandbox.id, None) is None:
+    def remove(self, id: str) -> None:
+        sandbox = self._by_id.pop(id, None)
+        if sandbox is None:
             return
         name = self._name(sandbox)
         if name is not None and self._by_name.get(name) == sandbox.id:

@@ -42,8 +42,8 @@ class ExecRunner:
         table: ExecTable,
         link: Callable[[], AgentLink],
         clock: Clock,
-        oom_kills: Callable[[], Awaitable[int | None]],
-        on_end: Callable[[NodeExec], None],
+        oom_kills: Callable[[], Awaitable[int]],
+        on_end: Callable[[], None],
     ) -> None:
         self._table = table
         self._link = link
@@ -146,13 +146,13 @@ class ExecRunner:
         if error.outcome is Outcome.UNCHANGED or "code" in error.detail:
             self._table.never_started(exec)
             exec.notify()
-            self._on_end(exec)
+            self._on_end()
         else:
             self._finish(exec, ExecEnd(status=ExecStatus.UNKNOWN, cause="agent_lost"))
 
     def _finish(self, exec: NodeExec, end: ExecEnd) -> bool:
         written = self._table.finish(exec, end, self._clock.wall_s())
-        self._on_end(exec)
+        self._on_end()
         return written
 
     async def _with_oom(self, exec: NodeExec, end: ExecEnd) -> ExecEnd:
@@ -160,7 +160,7 @@ class ExecRunner:
         if end.cause is not None or (end.status == ExecStatus.EXITED and end.code == 0):
             return end
         kills = await self._oom_kills()
-        if kills is not None and kills > exec.oom_kills_before:
+        if kills > exec.oom_kills_before:
             return msgspec.structs.replace(end, cause="oom")
         return end
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -13,9 +12,7 @@ import msgspec
 from dsec.agent.client import AgentClient
 from dsec.backends.base import Backend, Instance, InstanceUsage
 from dsec.core import limits
-from dsec.core.clock import Clock
 from dsec.core.errors import (
-    ConflictError,
     DeadlineError,
     DsecError,
     GoneError,
@@ -27,46 +24,30 @@ from dsec.core.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from dsec.core.ids import NodeId, SandboxId
+from dsec.core.ids import SandboxId
 from dsec.core.states import ENDED, EndCause, SandboxState
 from dsec.node.accounting import UsageMeter
-from dsec.node.config import NodeConfig
 from dsec.node.environments import Hold, Resolved
-from dsec.node.execs import NodeExec, agent_exec, describe_command, request_hash, takes_stdin
+from dsec.node.execdesk import ExecDesk
+from dsec.node.execs import NodeExec, request_hash
 from dsec.node.exectable import ExecTable
-from dsec.node.journal import Journal
 from dsec.node.lifetime import Lifetime
 from dsec.node.link import AgentLink
-from dsec.node.rows import ExecStartEntry, KeyRow, SandboxRow, Tombstone
-from dsec.node.runner import ExecRunner, feed_stdin, write_stdin
+from dsec.node.rows import KeyRow, SandboxRow, Tombstone
+from dsec.node.runner import write_stdin
+from dsec.node.services import Services
+from dsec.node.shortops import ShortOperations
 from dsec.node.tasks import Tasks
+from dsec.node.view import gone_error, metrics_of, view_of
 from dsec.observe import metrics
 from dsec.observe.logs import get_logger
-from dsec.wire import agent, records
-from dsec.wire.agent import ExecEnd, ExecStatus
+from dsec.wire import records
 
 log = get_logger(__name__)
 
 T = TypeVar("T")
-Sleep = Callable[[float], Awaitable[None]]
 
-_DRAIN_S: Final = 2.0  # operations under way are let finish before a freeze
 _FAILURES: Final = frozenset(EndCause) - {EndCause.DESTROYED, EndCause.TTL_RUNNING, EndCause.TTL_IDLE}
-
-
-@dataclass(slots=True)
-class Services:
-    """What all supervisors of a node share."""
-
-    config: NodeConfig
-    journal: Journal
-    clock: Clock
-    sleep: Sleep
-    tasks: Tasks  # of the node: they outlive a sandbox
-    schedule: Callable[[str, float], None]  # wake the reaper for a sandbox
-    on_end: Callable[[Supervisor], None]
-    has_room: Callable[[], bool]
-    closing: bool = field(default=False)
 
 
 class Supervisor:
@@ -80,15 +61,12 @@ class Supervisor:
         self._link: AgentLink | None = None
         self._lock = asyncio.Lock()
         self._tasks = Tasks(f"sandbox {row.id}")
-        self._short = 0  # operations under way that a pause lets finish
-        self._quiet = asyncio.Event()
+        self._short = ShortOperations()
         self._retry_s = 0.5
         self._retrying = False
         clock = services.clock
         self.meter = UsageMeter(clock.monotonic_s(), memory_gib_s=row.memory_gib_s)
-        self.lifetime = Lifetime(clock, running_left_s=_running_left(row, clock), ttl_idle_s=row.ttl_idle_s)
-        if row.paused_at is not None:
-            self.lifetime.pause()
+        self.lifetime = Lifetime.of_row(row, clock)
         metrics.SANDBOXES.labels(row.spec.substrate, row.state).inc()
         self.execs = ExecTable(
             row.id,
@@ -96,21 +74,21 @@ class Supervisor:
             records_bytes_max=services.config.records_bytes_max,
             has_room=services.has_room,
         )
-        self._runner = ExecRunner(
-            table=self.execs, link=self._open_link, clock=clock, oom_kills=self._oom_kills, on_end=self._exec_ended
+        self._desk = ExecDesk(
+            self.execs,
+            link=self._open_link,
+            clock=clock,
+            tasks=self._tasks,
+            substrate=row.spec.substrate,
+            oom_kills_seen=lambda: self.meter.oom_kills,
+            oom_kills=self._oom_kills,
+            on_begin=self.lifetime.begin,
+            on_end=self._activity_over,
         )
 
     @property
     def id(self) -> str:
         return self.row.id
-
-    @property
-    def sandbox_id(self) -> SandboxId:
-        return SandboxId(self.row.id)
-
-    @property
-    def node_id(self) -> NodeId:
-        return self._services.journal.node_id
 
     @property
     def state(self) -> SandboxState:
@@ -132,10 +110,7 @@ class Supervisor:
     async def take_over(self, instance: Instance) -> None:
         """An adopted instance: its execs are followed again from where their records end."""
         self.instance = instance
-        self.execs.load()
-        for exec in self.execs:
-            if exec.live:
-                self.lifetime.begin()
+        self._desk.load()
         self._make_link(instance)
         self._watch(instance)
         if self.state is SandboxState.PAUSED:
@@ -193,7 +168,7 @@ class Supervisor:
         if self.hold is not None:
             self.hold.release()
             self.hold = None
-        self._services.on_end(self)
+        self._services.forget(self.id)
         return True
 
     def _make_link(self, instance: Instance) -> None:
@@ -249,40 +224,17 @@ class Supervisor:
         """As its owner sees it."""
         if self.tombstone is not None:
             return self.tombstone.sandbox
-        row, spec = self.row, self.row.spec
-        now = self._services.clock.wall_s()
-        frozen_s = row.frozen_s + (now - row.paused_at if row.paused_at is not None else 0.0)
-        return records.Sandbox(
-            id=row.id,
-            state=row.state,
+        return view_of(
+            self.row,
             node=self._services.journal.node_id,
-            substrate=str(spec.substrate),
-            environment="+".join(spec.environment.names()),
-            project=row.project,
-            created_at=row.created_at,
-            cpu=spec.cpu,
-            memory_bytes=spec.memory_bytes,
-            disk_bytes=spec.disk_bytes,
-            pids_max=spec.pids_max,
-            network=str(spec.network),
-            name=spec.name,
-            labels=spec.labels,
-            user=row.user,
-            workdir=row.workdir,
-            ttl_running_s=row.ttl_running_s,
-            ttl_idle_s=row.ttl_idle_s,
+            now=self._services.clock.wall_s(),
             idle_since=self.lifetime.idle_since_wall,
-            incarnation=row.incarnation,
             execs_live=self.execs.live_count,
-            cause=row.end_cause,
-            cause_detail=row.end_detail,
-            create_ms=row.create_ms,
-            usage=self.meter.record(lived_s=now - row.created_at, frozen_s=frozen_s),
+            meter=self.meter,
         )
 
     def gone(self) -> GoneError:
-        view = self.view()
-        return gone_error(view)
+        return gone_error(self.view())
 
     # -- being used --------------------------------------------------------------------------------
 
@@ -293,13 +245,11 @@ class Supervisor:
         `short`: a pause waits for it. Raises GoneError when the sandbox has ended.
         """
         self.lifetime.begin()
-        self._short += short
+        held = short and self.state is SandboxState.RUNNING
+        self._short.begin(held)
         try:
-            # While it waits to be resumed it must not hold up the pause that it waits for.
-            if self.state is not SandboxState.RUNNING:
-                self._leave_short(short)
-                short = False
-                await self.ensure_running()
+            # One that waits for a resume is not counted: it would hold up the pause that it waits for.
+            await self.ensure_running()
             yield await self._client()
         except DsecError as error:
             error.sandbox = error.sandbox or self.id
@@ -307,13 +257,8 @@ class Supervisor:
                 raise self.gone() from error
             raise
         finally:
-            self._leave_short(short)
+            self._short.finish(held)
             self._activity_over()
-
-    def _leave_short(self, short: bool) -> None:
-        self._short -= short
-        if self._short == 0:
-            self._quiet.set()
 
     async def _client(self) -> AgentClient:
         try:
@@ -352,89 +297,29 @@ class Supervisor:
     async def start_exec(self, request: records.ExecRequest) -> tuple[NodeExec, bool]:
         """The exec, started; and whether it was known already. Raises ConflictError for another request of that id."""
         hash = request_hash(request)
-        found = self.execs.find(request.id)
-        if found is not None:
-            if found.start.request_hash != hash:
-                raise ConflictError(
-                    f"exec {request.id} was a different request",
-                    hint="choose a fresh id for every command",
-                    sandbox=self.id,
-                    exec=request.id,
-                )
-            if request.stdin_data is not None and found.live and not found.stdin_closed:
-                self._spawn_feeder(found, request.stdin_data)
-            await asyncio.shield(found.started)
-            return found, True
+        known = await self._desk.known(request, hash)
+        if known is not None:
+            return known, True
         async with self.operating():
-            if self.execs.find(request.id) is not None:  # while it was being resumed
-                return await self.start_exec(request)
-            exec = self._begin_exec(request, hash)
-            await asyncio.shield(exec.started)
-            return exec, False
-
-    def _begin_exec(self, request: records.ExecRequest, hash: bytes) -> NodeExec:
-        exec = self.execs.begin(
-            ExecStartEntry(
-                id=request.id,
-                command=describe_command(request),
-                request_hash=hash,
-                started_at=self._services.clock.wall_s(),
-                session=request.session,
-                tty=request.tty is not None,
-                one_channel=request.tty is not None or request.merge_stderr,
-                stdin=takes_stdin(request),
-                record_bytes_max=request.record_bytes_max,
-            )
-        )
-        exec.oom_kills_before = self.meter.oom_kills
-        metrics.EXECS.labels(self.row.spec.substrate).inc()
-        self.lifetime.begin()
-        self._run_exec(exec, agent_exec(request))
-        if request.stdin_data is not None:
-            self._spawn_feeder(exec, request.stdin_data)
-        return exec
-
-    def _run_exec(self, exec: NodeExec, request: agent.Exec | None) -> None:
-        exec.followed = True
-        self._tasks.spawn(self._runner.run(exec, request))
-
-    def _spawn_feeder(self, exec: NodeExec, data: bytes) -> None:
-        self._tasks.spawn(feed_stdin(exec, data))
-
-    def _exec_ended(self, exec: NodeExec) -> None:
-        self._activity_over()
-
-    async def _oom_kills(self) -> int | None:
-        await self.sample()
-        return self.meter.oom_kills
-
-    def _on_hello(self, client: AgentClient) -> None:
-        """Runs before anybody gets the new channel: what the agent knows against what we know."""
-        self.row = msgspec.structs.replace(self.row, agent_boot_id=client.hello.boot_id)
-        known = {state.id: state for state in client.hello.execs}
-        for exec in self.execs:
-            state = known.pop(exec.id, None)
-            if exec.live and not exec.followed:
-                self._follow(exec, state is not None)
-            elif not exec.live and state is not None:
-                self._tasks.spawn(_acknowledge(client, exec.id))
-        for state in known.values():
-            # Its record was dropped here, and the acknowledgement of that was lost.
-            if state.end is not None:
-                self._tasks.spawn(_acknowledge(client, state.id))
-
-    def _follow(self, exec: NodeExec, known: bool) -> None:
-        if known:
-            self._run_exec(exec, None)
-            return
-        self.execs.finish(exec, ExecEnd(status=ExecStatus.UNKNOWN, cause="node_lost"), self._services.clock.wall_s())
-        self._activity_over()
+            # Somebody may have started it while the sandbox was being resumed.
+            known = await self._desk.known(request, hash)
+            if known is not None:
+                return known, True
+            return await self._desk.start(request, hash), False
 
     async def write_stdin(self, id: str, data: bytes, *, offset: int | None, eof: bool) -> int:
         """Input for an exec; returns how much it has had in all. Resumes a paused sandbox (ruling 19)."""
         exec = self.execs.get(id)
         async with self.operating(short=False):
             return await write_stdin(exec, data, offset=offset, eof=eof)
+
+    def _on_hello(self, client: AgentClient) -> None:
+        self.row = msgspec.structs.replace(self.row, agent_boot_id=client.hello.boot_id)
+        self._desk.reconcile(client)
+
+    async def _oom_kills(self) -> int:
+        await self.sample()
+        return self.meter.oom_kills
 
     # -- pause and resume --------------------------------------------------------------------------
 
@@ -457,7 +342,7 @@ class Supervisor:
         link = self._open_link()
         await self.move(SandboxState.PAUSING)
         try:
-            await self._drain()
+            await self._short.drain()
             link.suspend()
             with suppress(DsecError):
                 await (await link.client()).freeze_prepare()
@@ -471,13 +356,6 @@ class Supervisor:
         await self._move_anyway(
             SandboxState.PAUSED, paused_at=self._services.clock.wall_s(), running_until=None, running_left_s=left
         )
-
-    async def _drain(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_DRAIN_S):
-                while self._short:
-                    self._quiet.clear()
-                    await self._quiet.wait()
 
     async def _resume(self) -> None:
         self._check_alive()
@@ -596,24 +474,13 @@ class Supervisor:
         if self.instance is not None and self.state not in ENDED:
             usage = await self.instance.usage()
             self.meter.sample(usage, self._services.clock.monotonic_s())
-        spec, limited = self.row.spec, self.backend.capabilities
-        recorded, dropped = self.execs.output_bytes()
-        return records.Metrics(
+        return metrics_of(
+            self.row.spec,
+            usage,
+            limited=self.backend.capabilities,
             at=self._services.clock.wall_s(),
-            cpu_s=usage.cpu_s,
-            memory_bytes=usage.memory_bytes,
-            memory_peak_bytes=usage.memory_peak_bytes,
-            memory_limit_bytes=spec.memory_bytes if limited.memory_limit else None,
-            oom_kills=usage.oom_kills,
-            pids=usage.pids,
-            pids_limit=spec.pids_max if limited.pids_limit else None,
-            disk_used_bytes=usage.disk_used_bytes,
-            disk_limit_bytes=spec.disk_bytes if limited.disk_limit else None,
-            cpu_pressure_s=usage.cpu_pressure_s,
-            memory_pressure_s=usage.memory_pressure_s,
             execs_live=self.execs.live_count,
-            output_recorded_bytes=recorded,
-            output_dropped_bytes=dropped,
+            output=self.execs.output_bytes(),
         )
 
     # -- the end -----------------------------------------------------------------------------------
@@ -664,12 +531,8 @@ class Supervisor:
         if self._link is not None:
             await self._link.close(self.gone())
         await self._tasks.close()
-        lost = self.row.end_cause in {str(c) for c in _FAILURES}
-        end = ExecEnd(status=ExecStatus.UNKNOWN, cause="agent_lost" if lost else "killed")
-        for exec in self.execs:
-            if exec.live:
-                self.execs.finish(exec, end, self._services.clock.wall_s())
-                self._exec_ended(exec)
+        lost = self.row.end_cause in {str(cause) for cause in _FAILURES}
+        self._desk.end_all("agent_lost" if lost else "killed")
 
     async def _remove(self) -> None:
         if self.instance is not None:
@@ -693,7 +556,7 @@ class Supervisor:
         if self.hold is not None:
             self.hold.release()
             self.hold = None
-        self._services.on_end(self)
+        self._services.forget(self.id)
         log.info("sandbox ended", sandbox=self.id, cause=str(cause))
         return view
 
@@ -731,21 +594,3 @@ class Supervisor:
         if self.hold is not None:
             self.hold.release()
             self.hold = None
-
-
-def gone_error(view: records.Sandbox) -> GoneError:
-    """Its tombstone, as an error: what any use of an ended sandbox gets."""
-    ended = view.state if view.state in ENDED else "ending"
-    why = f": {view.cause}" if view.cause else ""
-    return GoneError(f"the sandbox is {ended}{why}", sandbox=view.id, detail=msgspec.to_builtins(view))
-
-
-async def _acknowledge(client: AgentClient, id: str) -> None:
-    with suppress(DsecError):
-        await client.exit_ack(id)
-
-
-def _running_left(row: SandboxRow, clock: Clock) -> float | None:
-    if row.running_left_s is not None:
-        return row.running_left_s
-    return None if row.running_until is None else max(0.0, row.running_until - clock.wall_s())

@@ -19,7 +19,7 @@ from dsec.node.environments import Hold, Resolved
 from dsec.node.node import Node
 from dsec.node.registry import Registry
 from dsec.node.service import Service
-from dsec.node.supervisor import Sleep
+from dsec.node.services import Sleep
 from dsec.wire.codec import pack, unpack
 from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo
 from dsec.wire.frames import Frame

@@ -1,0 +1,28 @@
+"""What the parts of a node share."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from dsec.core.clock import Clock
+from dsec.node.config import NodeConfig
+from dsec.node.journal import Journal
+from dsec.node.tasks import Tasks
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class Services:
+    """One record for all supervisors of a node. `closing` is set once, when the node begins to stop."""
+
+    config: NodeConfig
+    journal: Journal
+    clock: Clock
+    sleep: Sleep
+    tasks: Tasks  # of the node: they outlive a sandbox
+    schedule: Callable[[str, float], None]  # wake the reaper for a sandbox (monotonic time)
+    forget: Callable[[str], None]  # a sandbox of this id has ended, and nothing of it is left
+    has_room: Callable[[], bool]  # for more recorded output
+    closing: bool = False
