@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from dsec.api import connection as connection_module
 from dsec.api import request as request_module
 from dsec.api import server as server_module
 from dsec.core import limits
@@ -143,7 +144,7 @@ async def test_an_idempotency_key_has_a_bound(api: Served) -> None:
 
 
 async def test_a_head_that_never_ends_is_given_up(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "HEAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connection_module, "HEAD_TIMEOUT_S", 0.05)
     async with raw(api) as (reader, writer):
         writer.write(b"GET /v1/health HTTP/1.1\r\nHo")
         status, body = await answer_of(reader)
@@ -155,7 +156,7 @@ async def test_a_head_that_never_ends_is_given_up(api: Served, monkeypatch: pyte
 
 async def test_a_body_that_stands_still_is_given_up(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_module, "BODY_IDLE_S", 0.05)
-    monkeypatch.setattr(server_module, "BODY_IDLE_S", 0.05)
+    monkeypatch.setattr(connection_module, "BODY_IDLE_S", 0.05)
     async with raw(api) as (reader, writer):
         writer.write(b"POST /v1/sandboxes HTTP/1.1\r\nContent-Length: 10\r\n\r\n{")
         status, body = await answer_of(reader)
@@ -164,7 +165,7 @@ async def test_a_body_that_stands_still_is_given_up(api: Served, monkeypatch: py
 
 
 async def test_an_idle_connection_is_closed(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(connection_module, "KEEP_ALIVE_S", 0.05)
     async with raw(api) as (reader, writer):
         writer.write(b"GET /v1/health HTTP/1.1\r\n\r\n")
         text = await asyncio.wait_for(reader.read(), 10)
@@ -173,7 +174,7 @@ async def test_an_idle_connection_is_closed(api: Served, monkeypatch: pytest.Mon
 
 
 async def test_too_many_connections_are_refused(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(connection_module, "CONNECTIONS_MAX", 2)
     async with raw(api), raw(api), raw(api) as (reader, _):
         status, body = await answer_of(reader)
 

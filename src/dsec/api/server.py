@@ -1,4 +1,4 @@
-"""Listening: uvicorn's protocols on our own sockets, with bounds and deadlines that uvicorn leaves to a proxy."""
+"""Listening: uvicorn's protocols on our own sockets, from the first connection to the last."""
 
 from __future__ import annotations
 
@@ -12,29 +12,17 @@ import ssl
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
-from dsec.api import errors
 from dsec.api.app import Application
-from dsec.core.errors import DsecError, ForbiddenError, HostError, InvalidArgumentError, LimitError, UnavailableError
-from dsec.core.limits import (
-    BODY_IDLE_S,
-    CONNECTIONS_MAX,
-    HEAD_TIMEOUT_S,
-    HEADERS_BYTES_MAX,
-    KEEP_ALIVE_S,
-    URL_BYTES_MAX,
-    WEBSOCKET_MESSAGE_BYTES_MAX,
-)
-from dsec.iam.peers import peer_of
-from dsec.observe.context import new_request_id
+from dsec.api.connection import Connection
+from dsec.core.errors import ForbiddenError, HostError, InvalidArgumentError
+from dsec.core.limits import KEEP_ALIVE_S, WEBSOCKET_MESSAGE_BYTES_MAX
 from dsec.observe.logs import get_logger
-from dsec.wire.codec import to_json
 
 log = get_logger(__name__)
 
@@ -163,144 +151,6 @@ class HttpServer:
                     connection.expire()
 
 
-class Connection(HttpToolsProtocol):
-    """One connection: says who is at its other end, bounds heads, has deadlines where only the client is awaited."""
-
-    due: float  # loop time after which the client has waited too long with what it owes; infinite while we work
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        raw = transport.get_extra_info("socket")
-        self.app_state = {"peer": _peer(raw), "connection": self}
-        self._task: asyncio.Task[None] | None = None
-        self._in_head = True
-        self._head_bytes = 0
-        self._unread_bytes = 0
-        self._progress = False
-        self._refusal: DsecError | None = None
-        self.due = self.loop.time() + HEAD_TIMEOUT_S
-        _keep_alive(raw)
-        if len(self.connections) > CONNECTIONS_MAX:
-            self._refuse(UnavailableError("too many connections", retry_after_s=1.0))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.due = float("inf")
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-
-    def data_received(self, data: bytes) -> None:
-        if self.parser is None or self.transport.is_closing():
-            return
-        self._progress = False
-        super().data_received(data)
-        # What the parser keeps to itself: a header that does not end, trailers, extensions of chunks.
-        self._unread_bytes = 0 if self._progress else self._unread_bytes + len(data)
-        if self._unread_bytes > HEADERS_BYTES_MAX and self.parser is not None:
-            self._refuse(LimitError(f"a header is above {HEADERS_BYTES_MAX} bytes"))
-
-    # ---- what the parser calls -------------------------------------------------------------------
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._progress = self._in_head = True
-        self._head_bytes = 0
-        self.due = self.loop.time() + HEAD_TIMEOUT_S
-
-    def on_url(self, url: bytes) -> None:
-        self._progress = True
-        super().on_url(url)
-        if len(self.url) > URL_BYTES_MAX:
-            raise self._refused(LimitError(f"the URL is above {URL_BYTES_MAX} bytes"))
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._progress = True
-        self._head_bytes += len(name) + len(value) + 4
-        if self._head_bytes > HEADERS_BYTES_MAX:
-            raise self._refused(LimitError(f"the headers are above {HEADERS_BYTES_MAX} bytes"))
-        super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        self.due = float("inf")
-        if not self.url.startswith(b"/") or not self.url.isascii():
-            raise self._refused(InvalidArgumentError("the URL must begin with / and be percent-encoded"))
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._progress = True
-        super().on_body(body)
-
-    def on_chunk_header(self) -> None:
-        self._progress = True
-
-    def on_message_complete(self) -> None:
-        self._progress = self._in_head = True
-        super().on_message_complete()
-        if self.cycle is not None and self.cycle.response_complete:
-            self.due = self.loop.time() + KEEP_ALIVE_S
-
-    # ---- what uvicorn calls ----------------------------------------------------------------------
-
-    def handle_websocket_upgrade(self) -> None:
-        self.due = float("inf")
-        super().handle_websocket_upgrade()
-
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        # As in uvicorn, and the task is kept: who has gone away is not worked for.
-        task = self._task = self.loop.create_task(cycle.run_asgi(app))
-        task.add_done_callback(self.tasks.discard)
-        self.tasks.add(task)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if not self.pipeline:
-            # Either the next request, or the rest of a body that nobody wants.
-            self.due = self.loop.time() + (KEEP_ALIVE_S if self._in_head else BODY_IDLE_S)
-
-    def send_400_response(self, msg: str) -> None:
-        refusal = self._refusal or InvalidArgumentError("this is not HTTP/1.1", hint=msg)
-        self._refuse(refusal)
-
-    # ---- ours ------------------------------------------------------------------------------------
-
-    def expire(self) -> None:
-        if self._in_head and self.url_begun:
-            self._refuse(InvalidArgumentError(f"the headers did not come within {HEAD_TIMEOUT_S:g} s"))
-        else:
-            self.transport.close()
-
-    def abort(self) -> None:
-        """Cut the connection if its answer is not complete."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self._task = None  # it is the one that asks for this
-            self.transport.abort()
-
-    @property
-    def url_begun(self) -> bool:
-        return bool(getattr(self, "url", b"")) and (self.cycle is None or self.cycle.response_complete)
-
-    def _refused(self, error: DsecError) -> DsecError:
-        self._refusal = error
-        return error
-
-    def _refuse(self, error: DsecError) -> None:
-        """Answer outside the application, and close. In the middle of an answer: close only."""
-        if self.transport.is_closing():
-            return
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.abort()
-            return
-        body = to_json(errors.told(error))
-        head = (
-            b"content-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\nconnection: close\r\n\r\n"
-            % (len(body), new_request_id().encode())
-        )
-        self.transport.write(STATUS_LINE[errors.status_of(error)] + head + body)
-        self.transport.close()
-
-
 def load_tls(certificate: Path, key: Path) -> ssl.SSLContext:
     """Raises HostError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -348,23 +198,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _peer(raw: Any) -> Any:
-    # A transport's socket is a wrapper without getsockopt in some loops; its descriptor is the same everywhere.
-    with socket.socket(fileno=os.dup(raw.fileno())) as connection:
-        return peer_of(connection)
-
-
-def _keep_alive(raw: Any) -> None:
-    """A peer that vanished without a word is noticed within two minutes."""
-    if raw.family == socket.AF_UNIX:
-        return
-    for level, option, value in (
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
-        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-    ):
-        raw.setsockopt(level, option, value)
