@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from dsec.core.errors import UnavailableError
+from dsec.core.errors import CapacityError, UnavailableError
+from dsec.core.limits import KEPT_CREATES_MAX
 
 T = TypeVar("T")
 
@@ -26,6 +27,9 @@ class Keeper:
         if self._closed:
             work.close()
             raise UnavailableError("the service is stopping", retry_after_s=1.0)
+        if len(self._tasks) >= KEPT_CREATES_MAX:
+            work.close()
+            raise CapacityError(f"{KEPT_CREATES_MAX} creates are under way", retry_after_s=1.0)
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)

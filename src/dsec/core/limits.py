@@ -106,6 +106,7 @@ WRITE_STALL_S: Final = 600.0  # a client that takes nothing of its answer for so
 KEEP_ALIVE_S: Final = 75.0  # an idle connection; above what clients' pools assume
 CONNECTIONS_MAX: Final = 8_192  # of one API process, each a descriptor and some 40 KiB; beyond it 503
 BATCH_CONCURRENCY: Final = 64  # creates of one batch under way at once
+KEPT_CREATES_MAX: Final = 16_384  # creates with a key that are under way, whoever still waits for them
 WEBSOCKET_MESSAGE_BYTES_MAX: Final = 1 * MIB + 4  # one frame with its length
 TOKENS_MAX: Final = 100_000  # kept in memory, some 500 bytes each
 TOKEN_TTL_S_MAX: Final = 10 * 366 * 86_400.0  # ten years; what lives longer has no expiry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -31,6 +32,7 @@ def run_up(config: ServeConfig, *, ready: Callable[[], None] | None = None, to_f
     that outlive their node run on in every case. Raises ConflictError when another service has the run directory.
     """
     os.umask(0o077)
+    _raise_descriptors()
     _make_directories(config)
     lock = RunLock.acquire(Path(config.run_dir))
     try:
@@ -84,6 +86,12 @@ def _handle_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle)
+
+
+def _raise_descriptors() -> None:
+    # Every connection, sandbox and recorded exec is one or more; the soft limit is for programs that use select().
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _make_directories(config: ServeConfig) -> None:
