@@ -44,7 +44,7 @@ async def soon(seconds: float) -> None:
 def assert_nothing_left(client: NodeClient, host: FakeHost) -> None:
     assert host.leftovers() == []
     assert client.node.journal.sandboxes() == []
-    assert list(client.node.config.sandboxes_dir.iterdir()) == []
+    assert list(client.node.config.records_dir.iterdir()) == []
     assert client.node.registry.memory_promised_bytes == 0
 
 

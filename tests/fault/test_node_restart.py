@@ -247,7 +247,7 @@ async def test_after_a_reboot_all_are_gone_and_say_so(tmp_path: Path, host: Fake
 
     async with running(tmp_path, host, boot_id="another boot") as client:
         views = [await client.call(Method.GET, records.SandboxRef(s.id), records.Sandbox) for s in sandboxes]
-        assert list(client.node.config.sandboxes_dir.iterdir()) == []
+        assert list(client.node.config.records_dir.iterdir()) == []
 
     assert {(view.state, view.cause) for view in views} == {("failed", "node_rebooted")}
     assert host.leftovers() == []
@@ -285,12 +285,12 @@ async def test_directories_that_nobody_knows_are_removed(tmp_path: Path, host: F
     async with running(tmp_path, host) as client:
         sandbox = await create(client)
         await start(client, sandbox.id, shell="true", wait_s=10.0)
-        stray = client.node.config.sandboxes_dir / new_sandbox_id(client.node.id)
+        stray = client.node.config.records_dir / new_sandbox_id(client.node.id)
         stray.mkdir()
         (stray / "execs.log").write_bytes(b"x")
 
     async with running(tmp_path, host) as client:
-        left = [path.name for path in client.node.config.sandboxes_dir.iterdir()]
+        left = [path.name for path in client.node.config.records_dir.iterdir()]
 
     assert left == [sandbox.id]
 
@@ -320,7 +320,7 @@ async def test_a_lost_record_file_is_made_good_from_the_agent_or_told(tmp_path: 
     async with running(tmp_path, host) as client:
         sandbox = await create(client)
         answer = await start(client, sandbox.id, shell="seq 1 200000; sleep 0.3; echo end", wait_s=0.2)
-        directory = client.node.config.sandboxes_dir / sandbox.id
+        directory = client.node.config.records_dir / sandbox.id
         await crash(client.node)
     for path in directory.glob("*.out"):
         path.unlink()
@@ -345,7 +345,7 @@ async def test_a_state_directory_that_vanishes_costs_records_and_no_sandbox(tmp_
         sandbox = await create(client)
         await start(client, sandbox.id, shell="true", wait_s=10.0)
         await crash(client.node)
-    shutil.rmtree(tmp_path / "state" / "sandboxes")
+    shutil.rmtree(tmp_path / "state" / "records")
 
     async with running(tmp_path, host) as client:
         answer = await start(client, sandbox.id, shell="echo x", wait_s=10.0)

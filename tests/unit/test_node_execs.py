@@ -212,7 +212,7 @@ async def test_ended_execs_are_dropped_oldest_first_with_their_files(
         page = await client.call(Method.EXEC_LIST, records.SandboxRef(sandbox.id), records.ExecPage)
 
         assert [exec.id for exec in page.execs] == made[2:]
-        files = {path.name for path in (client.node.config.sandboxes_dir / sandbox.id).iterdir()}
+        files = {path.name for path in (client.node.config.records_dir / sandbox.id).iterdir()}
         assert files == {"execs.log", *(f"{id}.out" for id in made[2:])}
 
 
@@ -244,7 +244,7 @@ async def test_the_exec_log_is_rewritten_and_output_stays_readable(
                 outputs.append(output_of(await stream.all())[1])
 
         assert [output[:2] for output in outputs] == [b"26", b"27", b"28", b"29"]
-        assert (client.node.config.sandboxes_dir / sandbox.id / "execs.log").stat().st_size < 60_000
+        assert (client.node.config.records_dir / sandbox.id / "execs.log").stat().st_size < 60_000
 
 
 # ---- output ---------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ async def test_a_flood_stays_within_its_budget_and_states_the_cut(client: NodeCl
     assert answer.out is not None
     assert len(answer.out) + gap == size
     assert len(answer.out) <= 1_000_000
-    record = client.node.config.sandboxes_dir / sandbox.id / f"{info.id}.out"
+    record = client.node.config.records_dir / sandbox.id / f"{info.id}.out"
     assert record.stat().st_blocks * 512 <= 1_000_000 + 6 * 4096
     async with client.stream(Method.EXEC_OUTPUT, OutputQuery(sandbox=sandbox.id, exec=info.id)) as stream:
         frames = await stream.all()

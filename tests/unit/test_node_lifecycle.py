@@ -51,7 +51,7 @@ async def test_a_sandbox_is_created_used_and_destroyed_and_nothing_is_left(clien
     assert (answer.out, answer.err, answer.exec.exit_code) == (b"hello\n", b"", 0)
     assert (gone.state, gone.cause) == ("gone", "destroyed")
     assert host_of(client).leftovers() == []
-    assert list(client.node.config.sandboxes_dir.iterdir()) == []
+    assert list(client.node.config.records_dir.iterdir()) == []
 
 
 async def test_destroying_twice_is_fine_and_the_tombstone_stays(client: NodeClient) -> None:

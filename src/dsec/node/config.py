@@ -44,5 +44,6 @@ class NodeConfig:
         return self.state_dir / "journal.db"
 
     @property
-    def sandboxes_dir(self) -> Path:
-        return self.state_dir / "sandboxes"
+    def records_dir(self) -> Path:
+        """Of execs and their output. Apart from what backends keep below the same state directory."""
+        return self.state_dir / "records"

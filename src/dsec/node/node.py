@@ -89,7 +89,7 @@ class Node:
         """Raises HostError (another process has the state directory, or a newer version wrote it) or StorageError."""
         config = self.config
         try:
-            config.sandboxes_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            config.records_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
             config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise StorageError(f"cannot make {error.filename}: {error.strerror}") from error
@@ -167,7 +167,7 @@ class Node:
         """Directories of sandboxes that nobody knows any more."""
 
         def remove() -> None:
-            for path in self.config.sandboxes_dir.iterdir():
+            for path in self.config.records_dir.iterdir():
                 if self.registry.find(path.name) is None:
                     shutil.rmtree(path, ignore_errors=True)
 

@@ -70,7 +70,7 @@ class Supervisor:
         metrics.SANDBOXES.labels(row.spec.substrate, row.state).inc()
         self.execs = ExecTable(
             row.id,
-            services.config.sandboxes_dir / row.id,
+            services.config.records_dir / row.id,
             records_bytes_max=services.config.records_bytes_max,
             has_room=services.has_room,
         )
