@@ -117,18 +117,11 @@ def clean(text: str) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Columns of text, readable without colour and by `cut`."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in headings:
-        shown.add_column(heading, no_wrap=True)
-    for row in rows:
-        shown.add_row(*(Text(clean(cell)) for cell in row))
-    console = Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=10_000, no_color=True)
-    console.print(shown)
+    """Columns of text, readable without colour, and by programs that split lines."""
+    lines = [list(headings), *([" ".join(clean(cell).split()) for cell in row] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def age(seconds: float) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-Environment = Annotated[str, typer.Option("--env-name", "--environment", "-E", help="What it starts from.")]
+Environment = Annotated[str, typer.Option("--environment", "-E", help="What it starts from.")]
 Substrate = Annotated[str, typer.Option("--backend", help="container, microvm, fullvm …")]
 Cpu = Annotated[float, typer.Option(help="Cores.")]
 Memory = Annotated[str, typer.Option(help='Such as "512MiB".')]
