@@ -148,14 +148,15 @@ class FakeSandbox:
 
     async def sleep(self, seconds: float) -> None:
         """Frozen time does not count."""
-        left_s = seconds
-        while True:
+        until_s, left_s = self._unfrozen_s() + seconds, seconds
+        while left_s > 0:
             frozen_s = self.frozen_s
             await self._host.sleep(left_s)
             await self.running()
-            left_s = self.frozen_s - frozen_s
-            if left_s <= 0:
-                return
+            left_s = 0.0 if self.frozen_s == frozen_s else until_s - self._unfrozen_s()
+
+    def _unfrozen_s(self) -> float:
+        return self.monotonic_s() - self.frozen_s
 
     async def running(self) -> None:
         while self._frozen_at_s is not None and self._thawed is not None:
