@@ -151,13 +151,15 @@ impl Agent {
     fn data(&mut self, id: u32, body: &[u8]) -> Result<(), Violation> {
         let data = decode_data(body).map_err(|_| Violation)?;
         let count = data.payload.len() as u64;
-        let Some(mut stream) = self.streams.remove(&id) else {
+        match self.streams.get(&id) {
             // Crossed the stream's end.
+            None => return Ok(()),
+            Some(stream) if count == 0 || count > stream.window => return Err(Violation),
+            Some(_) => {}
+        }
+        let Some(mut stream) = self.streams.remove(&id) else {
             return Ok(());
         };
-        if count == 0 || count > stream.window {
-            return Err(Violation);
-        }
         stream.window -= count;
         let result = match &stream.body {
             Body::Exec(key) => {
