@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from dsec.backends.fake.host import FakeHost
-from dsec.core.errors import CapacityError, DsecError, LaunchError, StorageError
+from dsec.core.errors import CapacityError, DsecError, LaunchError, StorageError, UnavailableError
 from dsec.core.ids import new_exec_id
 from dsec.testing.faults import Faults, each_nth_failure
-from dsec.testing.nodes import FAKE_SPEC, NodeClient, fake_node
+from dsec.testing.nodes import FAKE_SPEC, NodeClient, crash, fake_instance, fake_node
 from dsec.testing.waiting import eventually
 from dsec.wire import records
 from dsec.wire.node import ExecStart, Method
@@ -224,3 +224,38 @@ async def test_a_create_cancelled_at_any_moment_leaves_nothing(tmp_path: Path) -
                 await destroy(client, sandbox.id)
             await until_empty(client)
             assert_nothing_left(client, host)
+
+
+async def test_an_end_that_the_disk_refused_is_not_acknowledged_before_it_is_journalled(tmp_path: Path) -> None:
+    host = FakeHost()
+    id = new_exec_id()
+    async with fake_node(tmp_path, host=host) as client:
+        sandbox = await create(client)
+        found = client.node.registry.find(sandbox.id)
+        assert found is not None
+        assert found._link is not None
+        with Faults(2, prefix="node.execlog.append"):
+            await start(client, sandbox.id, id=id, shell="echo kept")
+
+        (await found._link.client()).close()  # the next hello tells of it again
+        await start(client, sandbox.id, shell="true")
+        await eventually(lambda: id not in fake_instance(client.node, sandbox.id).agent.execs)
+        await crash(client.node)
+
+    async with fake_node(tmp_path, host=host) as client:
+        again = await start(client, sandbox.id, id=id, shell="echo kept")
+
+    assert (again.existing, again.exec.status, again.out) == (True, "exited", b"kept\n")
+
+
+async def test_a_node_that_stops_tells_those_who_wait_for_a_create(tmp_path: Path) -> None:
+    host = FakeHost(delay_s=lambda step: 30.0 if step == "create.launch" else 0.0)
+    async with fake_node(tmp_path, host=host) as client:
+        waiting = asyncio.create_task(create(client, key="k"))
+        await eventually(lambda: host.leftovers() != [])
+
+        await client.node.close()
+
+        with pytest.raises(UnavailableError):
+            await waiting
+        assert host.leftovers() == []

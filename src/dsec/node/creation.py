@@ -32,6 +32,7 @@ from dsec.node.registry import Registry
 from dsec.node.rows import KeyRow, SandboxRow
 from dsec.node.services import Services
 from dsec.node.supervisor import Supervisor
+from dsec.node.tasks import result_of
 from dsec.observe import metrics
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack
@@ -89,12 +90,12 @@ class Creation:
         elif running.request_hash != hash:
             raise _mismatch(key)
         # It goes on without its caller: with the same key they get it, or learn why not.
-        return await asyncio.shield(running.task)
+        return await result_of(running.task)
 
     async def _without_key(self, request: CreateRequest, caller: Caller) -> Sandbox:
         task = self._services.tasks.spawn(self._make(request, caller, None, b""), awaited=True)
         try:
-            return await asyncio.shield(task)
+            return await result_of(task)
         except asyncio.CancelledError:
             # Nobody could ever learn its id. The task removes what there is of it; if it was done already, we do.
             if not task.cancel() and task.exception() is None:
@@ -177,7 +178,7 @@ class Creation:
             key=key,
             ttl_running_s=spec.ttl_running_s,
             ttl_idle_s=spec.ttl_idle_s,
-            running_until=None if spec.ttl_running_s is None else now + spec.ttl_running_s,
+            running_until=None if spec.ttl_running_s is None else services.clock.monotonic_s() + spec.ttl_running_s,
         )
         sandbox = Supervisor(row, backend=backend, services=services)
         try:

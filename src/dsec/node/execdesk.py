@@ -63,7 +63,8 @@ class ExecDesk:
         if request.stdin_data is not None and found.live and not found.stdin_closed:
             # Its rest died with the node that had it. Who asks again has it too.
             self._tasks.spawn(feed_stdin(found, request.stdin_data))
-        await asyncio.shield(found.started)
+        if found.live:
+            await asyncio.shield(found.started)
         return found
 
     async def start(self, request: ExecRequest, hash: bytes) -> NodeExec:
@@ -104,7 +105,7 @@ class ExecDesk:
             state = told.pop(exec.id, None)
             if exec.live and not exec.followed:
                 self._follow(exec, known=state is not None)
-            elif not exec.live and state is not None:
+            elif not exec.live and state is not None and self._table.is_journalled(exec):
                 self._tasks.spawn(_acknowledge(client, exec.id))
         for state in told.values():
             # Its record was dropped here, and the acknowledgement of that was lost.

@@ -135,6 +135,14 @@ class ExecTable:
         self._drop_surplus()
         return written
 
+    def is_journalled(self, exec: NodeExec) -> bool:
+        """Whether an ended exec's end is; one that the disk had refused is tried again."""
+        if exec.end is not None and exec.end_position is None:
+            with suppress(StorageError):
+                exec.end_position = self._log.append(_end_entry(exec, exec.end.end, exec.end.ended_at))
+                exec.let_go()
+        return exec.end_position is not None
+
     def close(self) -> None:
         self._log.close()
         for exec in self._execs.values():

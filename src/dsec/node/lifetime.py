@@ -32,10 +32,10 @@ class Lifetime:
 
     @classmethod
     def of_row(cls, row: SandboxRow, clock: Clock) -> Lifetime:
-        """As the journal has it. Time that the node was away counts; being idle begins anew."""
+        """As the journal of the same boot has it. Time that the node was away counts; being idle begins anew."""
         left = row.running_left_s
         if left is None and row.running_until is not None:
-            left = max(0.0, row.running_until - clock.wall_s())
+            left = max(0.0, row.running_until - clock.monotonic_s())
         lifetime = cls(clock, running_left_s=left, ttl_idle_s=row.ttl_idle_s)
         if row.paused_at is not None:
             lifetime.pause()

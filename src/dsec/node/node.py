@@ -21,6 +21,7 @@ from dsec.node.adoption import Adoption
 from dsec.node.config import NodeConfig
 from dsec.node.creation import Creation
 from dsec.node.environments import Environments
+from dsec.node.expiry import expire
 from dsec.node.host import boot_id, memory_total_bytes
 from dsec.node.journal import Journal
 from dsec.node.reaper import Reaper
@@ -214,7 +215,7 @@ class Node:
     def _expire(self, id: str) -> None:
         sandbox = self.registry.find(id)
         if sandbox is not None:
-            self._tasks.spawn(_expire(sandbox))
+            self._tasks.spawn(_expire(sandbox, self.clock))
 
     def _forget(self, id: str) -> None:
         self._reaper.cancel(id)
@@ -241,7 +242,7 @@ def _not_found(id: str) -> SandboxNotFoundError:
     return SandboxNotFoundError(f"no sandbox {id}", sandbox=id)
 
 
-async def _expire(sandbox: Supervisor) -> None:
+async def _expire(sandbox: Supervisor, clock: Clock) -> None:
     # What could not be removed is tried again by the supervisor.
     with suppress(DsecError):
-        await sandbox.expire()
+        await expire(sandbox, clock)

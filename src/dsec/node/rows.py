@@ -30,9 +30,10 @@ class SandboxRow(msgspec.Struct, frozen=True, kw_only=True):
     workdir: str | None = None
     ttl_running_s: float | None = None
     ttl_idle_s: float | None = None
-    running_until: float | None = None  # wall time; None while paused or without a time to live
+    running_until: float | None = None  # monotonic, good for this boot; None while paused or without a time to live
     running_left_s: float | None = None  # while paused
     paused_at: float | None = None
+    paused_monotonic_s: float | None = None  # good for this boot
     frozen_s: float = 0.0
     memory_gib_s: float = 0.0
     create_ms: float | None = None

@@ -37,7 +37,7 @@ from dsec.node.rows import KeyRow, SandboxRow, Tombstone
 from dsec.node.runner import write_stdin
 from dsec.node.services import Services
 from dsec.node.shortops import ShortOperations
-from dsec.node.tasks import Tasks
+from dsec.node.tasks import Tasks, result_of
 from dsec.node.view import gone_error, metrics_of, view_of
 from dsec.observe import metrics
 from dsec.observe.logs import get_logger
@@ -250,7 +250,7 @@ class Supervisor:
         try:
             # One that waits for a resume is not counted: it would hold up the pause that it waits for.
             await self.ensure_running()
-            yield await self._client()
+            yield await self.client()
         except DsecError as error:
             error.sandbox = error.sandbox or self.id
             if isinstance(error, UnavailableError) and self.state in (SandboxState.DESTROYING, *ENDED):
@@ -260,7 +260,8 @@ class Supervisor:
             self._short.finish(held)
             self._activity_over()
 
-    async def _client(self) -> AgentClient:
+    async def client(self) -> AgentClient:
+        """The agent, as it is: neither resumes the sandbox nor counts as use. Raises GoneError when it has ended."""
         try:
             return await self._open_link().client()
         except (GoneError, SandboxStateError):
@@ -354,7 +355,11 @@ class Supervisor:
         left = self.lifetime.running_left_s
         self.lifetime.pause()
         await self._move_anyway(
-            SandboxState.PAUSED, paused_at=self._services.clock.wall_s(), running_until=None, running_left_s=left
+            SandboxState.PAUSED,
+            paused_at=self._services.clock.wall_s(),
+            paused_monotonic_s=self._services.clock.monotonic_s(),
+            running_until=None,
+            running_left_s=left,
         )
 
     async def _resume(self) -> None:
@@ -388,13 +393,15 @@ class Supervisor:
 
     def _note_resumed(self) -> float:
         """Both clocks go on; the row holds it until it is journalled with the next move."""
-        now = self._services.clock.wall_s()
+        now = self._services.clock.monotonic_s()
         self.lifetime.resume()
-        paused_s = max(0.0, now - self.row.paused_at) if self.row.paused_at is not None else 0.0
+        since = self.row.paused_monotonic_s
+        paused_s = 0.0 if since is None else max(0.0, now - since)
         left = self.lifetime.running_left_s
         self.row = msgspec.structs.replace(
             self.row,
             paused_at=None,
+            paused_monotonic_s=None,
             frozen_s=self.row.frozen_s + paused_s,
             running_until=None if left is None else now + left,
             running_left_s=None,
@@ -417,7 +424,7 @@ class Supervisor:
             async with self._lock:
                 return await action()
 
-        return await asyncio.shield(self._services.tasks.spawn(run(), awaited=True, finishes=True))
+        return await result_of(self._services.tasks.spawn(run(), awaited=True, finishes=True))
 
     # -- time to live ------------------------------------------------------------------------------
 
@@ -426,7 +433,8 @@ class Supervisor:
             self._check_alive()
             self.lifetime.set(running_left_s=request.ttl_running_s, ttl_idle_s=request.ttl_idle_s)
             paused = self.row.paused_at is not None
-            until = None if request.ttl_running_s is None else self._services.clock.wall_s() + request.ttl_running_s
+            now = self._services.clock.monotonic_s()
+            until = None if request.ttl_running_s is None else now + request.ttl_running_s
             await self.move(
                 self.state,
                 ttl_running_s=request.ttl_running_s,
@@ -437,29 +445,6 @@ class Supervisor:
             self.arm()
 
         await self._serially(act)
-
-    async def expire(self) -> None:
-        """Ends it if its time is over; otherwise sees to being asked again."""
-        due = self.lifetime.next_deadline()
-        if due is None or self.ended or self.state is SandboxState.DESTROYING:
-            return
-        if due[0] > self._services.clock.monotonic_s():
-            self.arm()
-            return
-        if due[1] is EndCause.TTL_IDLE and self.row.spec.keepalive and await self._has_background():
-            self.lifetime.touch()
-            self.arm()
-            return
-        metrics.REAPS.labels(str(due[1])).inc()
-        await self.destroy(due[1])
-
-    async def _has_background(self) -> bool:
-        """Processes that no exec waits for: the agent and the shells of sessions do not count."""
-        try:
-            usage = await (await self._client()).usage()
-        except DsecError:
-            return False
-        return usage.processes > usage.sessions + 1
 
     # -- usage -------------------------------------------------------------------------------------
 

@@ -17,6 +17,17 @@ T = TypeVar("T")
 _FINISH_S: Final = 60.0  # what must be finished is cut off after this, so that closing ends
 
 
+async def result_of(task: asyncio.Task[T]) -> T:
+    """What `task` gives; it goes on when its waiter is cancelled. Raises UnavailableError when its owner ended it."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        waiter = asyncio.current_task()
+        if task.cancelled() and (waiter is None or not waiter.cancelling()):
+            raise UnavailableError("the node is stopping", hint="ask again once it is back") from None
+        raise
+
+
 class Tasks:
     """A set of tasks that come and go. Unlike a TaskGroup it outlives the failure of one, which is logged."""
 
