@@ -65,7 +65,7 @@ async def serve(service: NodeService, node: NodeId, directory: Path) -> AsyncIte
             yield Served(path, address, server, rpc, keeper, tokens, local, remote)
         finally:
             await server.close(grace_s=0)
-            await keeper.close(deadline_s=0)
+            await keeper.close()
             await rpc.close()
             tokens.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -207,6 +208,25 @@ async def test_tcp_needs_a_token_but_for_the_version(api: Served) -> None:
 async def test_bad_credentials_are_refused(api: Served, header: str) -> None:
     async with api.remote.get("/v1/sandboxes", headers={"Authorization": header}) as answer:
         assert (answer.status, (await answer.json())["code"]) == (401, "unauthenticated")
+
+
+@pytest.mark.root
+async def test_another_user_is_refused_even_where_the_socket_lets_them_in(api: Served) -> None:
+    api.socket.parent.chmod(0o711)
+    api.socket.chmod(0o666)
+    program = (
+        "import os, socket, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534);"
+        "link = socket.socket(socket.AF_UNIX); link.connect(sys.argv[1]);"
+        "link.sendall(b'GET /v1/sandboxes HTTP/1.1\\r\\nConnection: close\\r\\n\\r\\n');"
+        "print(link.makefile().read())"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, str(api.socket), stdout=asyncio.subprocess.PIPE
+    )
+    answer, _ = await asyncio.wait_for(process.communicate(), 30)
+
+    assert answer.startswith(b"HTTP/1.1 403")
+    assert b'"forbidden"' in answer
 
 
 async def test_a_token_decides_also_on_the_local_socket(api: Served) -> None:

@@ -35,11 +35,14 @@ class Keeper:
         task.add_done_callback(self._done)
         return task
 
-    async def close(self, *, deadline_s: float) -> None:
-        """Waits for what is under way, then cancels it."""
-        self._closed = True
+    async def settle(self, *, deadline_s: float) -> None:
+        """Returns when nothing is under way any more, or after `deadline_s`."""
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=deadline_s)
+
+    async def close(self) -> None:
+        """Cancels what is under way; nothing more is taken."""
+        self._closed = True
         left = list(self._tasks)
         for task in left:
             task.cancel()

@@ -54,13 +54,17 @@ class LocalService:
     async def close(self, *, hurry: asyncio.Event) -> None:
         """Requests under way get their grace, unless `hurry` is set meanwhile. Sandboxes that can run on do."""
         await self._server.stop_accepting()
-        grace = asyncio.create_task(self._server.settle(grace_s=self.config.api.grace_s))
+        grace = asyncio.create_task(self._settle())
         hurried = asyncio.create_task(hurry.wait())
         await asyncio.wait({grace, hurried}, return_when=asyncio.FIRST_COMPLETED)
         for task in (grace, hurried):
             task.cancel()
         await asyncio.gather(grace, hurried, return_exceptions=True)
         await self._stack.aclose()
+
+    async def _settle(self) -> None:
+        grace_s = self.config.api.grace_s
+        await asyncio.gather(self._server.settle(grace_s=grace_s), self._keeper.settle(deadline_s=grace_s))
 
     async def _start_node(self) -> EmbeddedRpc:
         config = self.config
@@ -83,7 +87,7 @@ class LocalService:
         services = Services(
             rpc=rpc, node=self.node.id, tokens=tokens, gate=Gate(tokens), keeper=self._keeper, version=__version__
         )
-        self._stack.push_async_callback(self._keeper.close, deadline_s=0.0)
+        self._stack.push_async_callback(self._keeper.close)
         self._server = HttpServer(Application(RouteTable(ROUTES), services))
         self._stack.push_async_callback(self._server.close, grace_s=0.0)
         if (address := config.api.address()) is not None:
