@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 
 import pytest
@@ -370,6 +371,33 @@ async def test_a_new_connection_takes_over_and_nothing_is_lost(under_test: Agent
     again.close_stdin()
     assert (await collect(again)).out == b"two\n"
     assert second.hello.boot_id == first.hello.boot_id
+
+
+async def test_no_byte_is_lost_or_doubled_over_any_breaks(under_test: AgentUnderTest, rng: random.Random) -> None:
+    """The recorder's life: take some, write it down, acknowledge now and then, lose the channel, go on."""
+    id, last = new_exec_id(), 300_000
+    expected = b"".join(b"%d\n" % n for n in range(1, last + 1))
+    client = await under_test.client()
+    stream = await client.exec(agent.Exec(id=id, shell=b"seq %d; echo end >&2" % last))
+    recorded = {int(Channel.OUT): b"", int(Channel.ERR): b""}
+    breaks = 0
+
+    async with asyncio.timeout(60):
+        while (data := await stream.receive()) is not None:
+            assert data.offset == len(recorded[data.channel])
+            recorded[data.channel] += data.payload
+            out, err = len(recorded[Channel.OUT]), len(recorded[Channel.ERR])
+            if rng.random() < 0.7:
+                await client.ack(id, out=out, err=err)
+            if breaks < 8 and rng.random() < 0.2:
+                breaks += 1
+                client.close() if rng.random() < 0.5 else stream.cancel()
+                client = await under_test.client()
+                stream = await client.attach(id, out=out, err=err)
+                assert stream.gaps == ()
+
+    assert recorded == {Channel.OUT: expected, Channel.ERR: b"end\n"}
+    assert (stream.end.out_bytes, stream.end.err_bytes) == (len(expected), 4)
 
 
 async def test_attaching_again_supersedes_the_stream_of_before(under_test: AgentUnderTest) -> None:

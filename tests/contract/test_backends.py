@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from dsec.agent.client import AgentClient
@@ -12,6 +14,7 @@ from dsec.backends.base import Instance, Keeps
 from dsec.core.errors import DsecError, GoneError, SandboxFaultError, UnavailableError, UnsupportedError
 from dsec.core.faults import fault_point
 from dsec.core.ids import new_exec_id
+from dsec.core.spec import NetworkMode
 from dsec.testing.faults import each_nth_failure
 from dsec.testing.leaks import leaks_between, no_leaks_async, take_snapshot
 from dsec.wire import agent
@@ -240,6 +243,20 @@ async def test_a_snapshot_is_taken_or_is_unsupported(backend: BackendUnderTest, 
             await instance.snapshot(f"{short_tmp}/snapshot")
     else:
         await instance.snapshot(f"{short_tmp}/snapshot")
+
+
+@pytest.mark.parametrize("network", list(NetworkMode))
+async def test_a_network_is_given_as_named_or_is_unsupported(backend: BackendUnderTest, network: NetworkMode) -> None:
+    spec = backend.spec()
+    spec = replace(spec, spec=msgspec.structs.replace(spec.spec, network=network))
+
+    if network in backend.backend.capabilities.networks:
+        await (await backend.create(spec)).destroy()
+    else:
+        with pytest.raises(UnsupportedError):
+            await backend.create(spec)
+
+    assert backend.leftovers() == []
 
 
 async def test_usage_can_be_asked_at_any_time(backend: BackendUnderTest) -> None:

@@ -10,7 +10,7 @@ from dsec.backends.base import Capabilities, Instance, InstanceSpec, Intend, Pro
 from dsec.backends.fake.host import STEPS, FakeHost
 from dsec.backends.fake.instance import FakeInstance, destroy_on
 from dsec.backends.fake.sandbox import FakeSandbox
-from dsec.core.errors import DeadlineError, GoneError, LaunchError, Outcome, ProtocolError
+from dsec.core.errors import DeadlineError, GoneError, LaunchError, Outcome, ProtocolError, UnsupportedError
 from dsec.core.faults import fault_point
 from dsec.core.ids import SandboxId
 from dsec.core.spec import NetworkMode, Substrate
@@ -45,6 +45,9 @@ class FakeBackend:
         return Probe(usable=True, facts={"fake": "in memory; isolates nothing"})
 
     async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> Instance:
+        network = instance.spec.network
+        if network not in self._capabilities.networks:
+            raise UnsupportedError(f"the fake backend has no network {network.value!r}", sandbox=instance.id)
         record = FakeRecord(instance.id, self.host.next_serial())
         sandbox = FakeSandbox(self.host, instance, record.serial)
         await intend(pack(record))
