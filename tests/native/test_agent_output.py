@@ -119,8 +119,9 @@ def test_a_newer_stream_supersedes_and_detach_leaves_the_exec_running(wire: Agen
     wire.result(first)
     second = wire.open("attach", id="e1")
     wire.result(second)
-    with pytest.raises(Refused, match=""):
+    with pytest.raises(Refused) as refused:
         wire.collect(first)
+    assert refused.value.code == "superseded"
 
     assert wire.call("detach", id="e1") == {}
     with pytest.raises(Refused) as refused:

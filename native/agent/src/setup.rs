@@ -70,13 +70,17 @@ pub fn read_setup() -> Result<Setup, AgentError> {
     })
 }
 
+/// Under another name first: whoever sees the path can connect to it.
 fn listen(path: &Path) -> Result<UnixListener, AgentError> {
+    let mut early = path.as_os_str().to_owned();
+    early.push(".new");
     let old = set_umask(0o177);
-    let listener = UnixListener::bind(path).map_err(AgentError::at("binding the socket"));
+    let listener = UnixListener::bind(&early).map_err(AgentError::at("binding the socket"));
     set_umask(old);
     let listener = listener?;
-    std::fs::set_permissions(path, Permissions::from_mode(0o600))
-        .map_err(AgentError::at("protecting the socket"))?;
+    std::fs::set_permissions(&early, Permissions::from_mode(0o600))
+        .and_then(|()| std::fs::rename(&early, path))
+        .map_err(AgentError::at("placing the socket"))?;
     Ok(listener)
 }
 
