@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from dsec.backends.base import Instance, InstanceSpec, Intend
+from dsec.backends.fake.backend import FakeBackend
 from dsec.backends.fake.host import FakeHost
 from dsec.core.errors import DsecError, HostError, IdempotencyError
 from dsec.core.ids import new_exec_id, new_sandbox_id
+from dsec.core.spec import Substrate
 from dsec.core.states import EndCause
 from dsec.node.journal import Journal
 from dsec.testing.faults import Faults
@@ -351,3 +354,30 @@ async def test_a_state_directory_that_vanishes_costs_records_and_no_sandbox(tmp_
         answer = await start(client, sandbox.id, shell="echo x", wait_s=10.0)
 
     assert answer.out == b"x\n"
+
+
+class LateRecords(FakeBackend):
+    """As a real backend: what it journals before it acts cannot be adopted, what it knows afterwards can."""
+
+    async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> Instance:
+        async def intend_early(record: bytes) -> None:
+            await intend(b"not started: " + record)
+
+        return await super().create(instance, intend=intend_early, deadline_s=deadline_s)
+
+
+async def test_what_is_adopted_is_the_record_of_the_running_instance(tmp_path: Path, host: FakeHost) -> None:
+    nodes = []
+    for _ in range(2):
+        node = make_fake_node(tmp_path, host=host)
+        node._make_backends = lambda _: {Substrate.FAKE: LateRecords(host)}
+        nodes.append(node)
+    await nodes[0].start()
+    sandbox = await create(NodeClient(nodes[0]))
+    await crash(nodes[0])
+
+    await nodes[1].start()
+
+    view = await NodeClient(nodes[1]).call(Method.GET, records.SandboxRef(sandbox.id), records.Sandbox)
+    assert view.state == "running"
+    await nodes[1].close()

@@ -103,6 +103,8 @@ class Supervisor:
     async def begin(self, instance: Instance, *, deadline_s: float) -> None:
         """The first hello of a fresh instance. Raises what the channel raises; the caller removes everything then."""
         self.instance = instance
+        # It knows now what it did not when it was intended, such as its process.
+        self.row = msgspec.structs.replace(self.row, record=instance.record)
         self._make_link(instance)
         await self._open_link().open(timeout_s=deadline_s)
         self._watch(instance)
