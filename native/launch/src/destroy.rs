@@ -9,12 +9,14 @@ use crate::error::{Doing, Error, Result};
 use crate::process;
 use crate::steps::check::{check_name, check_path};
 use crate::steps::state::DISK;
-use crate::system::System;
+use crate::system::{Access, System};
 use crate::undo::remove_cgroup;
 use crate::wire::{DestroyArgs, LaunchFailure};
 
 /// How long the kernel may take to end everything. Freeing much memory takes a while.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// How long to believe that nothing changes.
+const CHANGE_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Kills everything of the sandbox, waits for it, removes cgroups, socket, tmpfs and, if asked, the directory. What is not
 /// there is no error; the first thing that fails ends it, and it can be asked again.
@@ -77,14 +79,20 @@ fn kill_cgroup(system: &dyn System, path: &Path) -> Result<()> {
 fn wait_empty(system: &dyn System, path: &Path) -> Result<()> {
     let events = path.join("cgroup.events");
     let deadline = Instant::now() + PATIENCE;
+    let gone =
+        |error: &io::Error| matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV));
     loop {
-        let text = match system.read_file(&events) {
-            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV)) => {
-                return Ok(())
-            }
+        // Read after it was opened: a change since then ends the wait below.
+        let file = match system.open(&events, Access::Read) {
+            Err(error) if gone(&error) => return Ok(()),
+            other => other.doing_to("open", &events)?,
+        };
+        let mut text = [0; 128];
+        let length = match system.read(file.as_fd(), &mut text) {
+            Err(error) if gone(&error) => return Ok(()),
             other => other.doing_to("read", &events)?,
         };
-        if text
+        if text[..length]
             .split(|&byte| byte == b'\n')
             .any(|line| line == b"populated 0")
         {
@@ -94,9 +102,11 @@ fn wait_empty(system: &dyn System, path: &Path) -> Result<()> {
             return Err(io::Error::from_raw_os_error(libc::ETIMEDOUT))
                 .doing_to("wait for the end of all in", path);
         }
+        system
+            .wait_changed(file.as_fd(), CHANGE_INTERVAL)
+            .doing_to("wait for a change of", &events)?;
         // Something may have been born between the kill and its effect.
         kill_cgroup(system, path)?;
-        std::thread::sleep(Duration::from_millis(1));
     }
 }
 

@@ -224,8 +224,8 @@ impl System for Fake {
             String::from_utf8_lossy(content)
         ))
     }
-    fn change_owner(&self, path: &Path, id: u32) -> io::Result<()> {
-        self.note(format!("change_owner {} {id}", path.display()))
+    fn change_owner(&self, _: BorrowedFd, path: &CStr, id: u32) -> io::Result<()> {
+        self.note(format!("change_owner {} {id}", path.to_string_lossy()))
     }
     fn open(&self, path: &Path, access: Access) -> io::Result<OwnedFd> {
         self.file(format!("open {} {access:?}", path.display()))
@@ -235,6 +235,9 @@ impl System for Fake {
     }
     fn open_namespace(&self, path: &Path) -> io::Result<OwnedFd> {
         self.file(format!("open_namespace {}", path.display()))
+    }
+    fn is_directory(&self, _: BorrowedFd) -> io::Result<bool> {
+        self.note("is_directory".into()).map(|()| false)
     }
     fn inode(&self, _: BorrowedFd) -> io::Result<u64> {
         self.note("inode".into()).map(|()| 7)
@@ -299,8 +302,14 @@ impl System for Fake {
         self.vanish(&format!("mount {}", path.display()));
         Ok(())
     }
-    fn pivot(&self, _: BorrowedFd) -> io::Result<()> {
+    fn pivot(&self) -> io::Result<()> {
         self.note("pivot".into())
+    }
+    fn change_directory(&self, _: BorrowedFd) -> io::Result<()> {
+        self.note("change_directory".into())
+    }
+    fn bind(&self, source: &CStr, target: &CStr) -> io::Result<()> {
+        self.note(format!("bind {source:?} {target:?}"))
     }
     fn enter_mounts(&self, namespace: BorrowedFd) -> io::Result<()> {
         self.note("enter_mounts".into())?;
@@ -327,6 +336,9 @@ impl System for Fake {
     }
     fn wait_readable(&self, _: BorrowedFd, _: Duration) -> io::Result<()> {
         self.note("wait_readable".into())
+    }
+    fn wait_changed(&self, _: BorrowedFd, _: Duration) -> io::Result<()> {
+        self.note("wait_changed".into())
     }
     fn act_as(&self, id: u32) -> io::Result<()> {
         self.note(format!("act_as {id}"))

@@ -26,6 +26,7 @@ pub enum MountOption<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     Directory,
+    Read,
     Write,
     ReadWrite,
     Path,
@@ -48,11 +49,13 @@ pub trait System {
     /// The directories in a directory; none when it is not there.
     fn directories_in(&self, path: &Path) -> io::Result<Vec<PathBuf>>;
     fn write_file(&self, path: &Path, content: &[u8]) -> io::Result<()>;
-    fn change_owner(&self, path: &Path, id: u32) -> io::Result<()>;
+    /// Gives `path` below `at` (`at` itself, if it is empty) to the user and group `id`.
+    fn change_owner(&self, at: BorrowedFd, path: &CStr, id: u32) -> io::Result<()>;
     fn open(&self, path: &Path, access: Access) -> io::Result<OwnedFd>;
     fn open_directory_at(&self, at: BorrowedFd, name: &CStr) -> io::Result<OwnedFd>;
     /// Opens a namespace file, which is a link that must be followed.
     fn open_namespace(&self, path: &Path) -> io::Result<OwnedFd>;
+    fn is_directory(&self, file: BorrowedFd) -> io::Result<bool>;
     fn inode(&self, file: BorrowedFd) -> io::Result<u64>;
     fn listen(&self, path: &Path) -> io::Result<OwnedFd>;
     fn sealed_file(&self, content: &[u8]) -> io::Result<OwnedFd>;
@@ -77,7 +80,10 @@ pub trait System {
     fn attach(&self, mount: BorrowedFd, target: BorrowedFd) -> io::Result<()>;
     fn attach_at(&self, mount: BorrowedFd, path: &CStr) -> io::Result<()>;
     fn detach_at(&self, path: &Path) -> io::Result<()>;
-    fn pivot(&self, root: BorrowedFd) -> io::Result<()>;
+    /// Makes the working directory, the root of a mount, the root.
+    fn pivot(&self) -> io::Result<()>;
+    fn change_directory(&self, directory: BorrowedFd) -> io::Result<()>;
+    fn bind(&self, source: &CStr, target: &CStr) -> io::Result<()>;
 
     fn enter_mounts(&self, namespace: BorrowedFd) -> io::Result<()>;
     fn unshare(&self, namespaces: u64) -> io::Result<()>;
@@ -85,6 +91,9 @@ pub trait System {
     fn kill(&self, process: BorrowedFd) -> io::Result<()>;
     /// Waits until a pipe has something to say, or a process has ended; an error when it does not in time.
     fn wait_readable(&self, file: BorrowedFd, timeout: Duration) -> io::Result<()>;
+
+    /// Waits until a file of the kernel says that it has changed since it was read, or the time is over.
+    fn wait_changed(&self, file: BorrowedFd, timeout: Duration) -> io::Result<()>;
 
     /// Acts as `id` on files and as owner of namespaces from now on, with all capabilities.
     fn act_as(&self, id: u32) -> io::Result<()>;
@@ -158,13 +167,14 @@ impl System for Kernel {
         paths::write_once(file.as_fd(), content)
     }
 
-    fn change_owner(&self, path: &Path, id: u32) -> io::Result<()> {
-        paths::change_owner_at(None, &c_path(path)?, id, id)
+    fn change_owner(&self, at: BorrowedFd, path: &CStr, id: u32) -> io::Result<()> {
+        paths::change_owner_at(Some(at), path, id, id)
     }
 
     fn open(&self, path: &Path, access: Access) -> io::Result<OwnedFd> {
         let flags = match access {
             Access::Directory => libc::O_RDONLY | libc::O_DIRECTORY,
+            Access::Read => libc::O_RDONLY,
             Access::Write => libc::O_WRONLY,
             Access::ReadWrite => libc::O_RDWR,
             Access::Path => libc::O_PATH,
@@ -178,6 +188,10 @@ impl System for Kernel {
 
     fn open_namespace(&self, path: &Path) -> io::Result<OwnedFd> {
         File::open(path).map(OwnedFd::from)
+    }
+
+    fn is_directory(&self, file: BorrowedFd) -> io::Result<bool> {
+        Ok(File::from(file.try_clone_to_owned()?).metadata()?.is_dir())
     }
 
     fn inode(&self, file: BorrowedFd) -> io::Result<u64> {
@@ -287,9 +301,16 @@ impl System for Kernel {
         mounts::unmount(&c_path(path)?, true)
     }
 
-    fn pivot(&self, root: BorrowedFd) -> io::Result<()> {
-        paths::change_directory(root)?;
+    fn pivot(&self) -> io::Result<()> {
         mounts::pivot_here()
+    }
+
+    fn change_directory(&self, directory: BorrowedFd) -> io::Result<()> {
+        paths::change_directory(directory)
+    }
+
+    fn bind(&self, source: &CStr, target: &CStr) -> io::Result<()> {
+        mounts::bind(source, target)
     }
 
     fn enter_mounts(&self, namespace: BorrowedFd) -> io::Result<()> {
@@ -313,6 +334,10 @@ impl System for Kernel {
             true => Ok(()),
             false => Err(io::Error::from_raw_os_error(libc::ETIMEDOUT)),
         }
+    }
+
+    fn wait_changed(&self, file: BorrowedFd, timeout: Duration) -> io::Result<()> {
+        seqpacket::wait_ready(&[(file, Interest::Priority)], Some(timeout)).map(drop)
     }
 
     fn act_as(&self, id: u32) -> io::Result<()> {

@@ -105,10 +105,14 @@ pub fn make_device_at(
 /// Gives `path` (itself, if it is a symbolic link) to `uid` and `gid`.
 pub fn change_owner_at(at: Option<BorrowedFd>, path: &CStr, uid: u32, gid: u32) -> io::Result<()> {
     let at = at.map_or(libc::AT_FDCWD, |fd| fd.as_raw_fd());
+    let flags = libc::AT_SYMLINK_NOFOLLOW
+        | if path.is_empty() {
+            libc::AT_EMPTY_PATH
+        } else {
+            0
+        };
     // SAFETY: `path` is a valid C string for the time of the call.
-    check(
-        unsafe { libc::fchownat(at, path.as_ptr(), uid, gid, libc::AT_SYMLINK_NOFOLLOW) }.into(),
-    )?;
+    check(unsafe { libc::fchownat(at, path.as_ptr(), uid, gid, flags) }.into())?;
     Ok(())
 }
 

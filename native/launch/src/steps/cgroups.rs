@@ -1,15 +1,25 @@
 //! Steps `cgroups` and `cgroups_v1`: where the sandbox is counted and limited.
 
+use std::ffi::CStr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use crate::error::{Doing, Error, Result};
-use crate::system::{Access, System};
+use crate::system::{Access, Entry, System};
 use crate::undo::{Made, Undo};
 use crate::wire::LaunchPlan;
 
 /// Files whose owner may make cgroups below, and move processes there, but change no limit.
-const DELEGATED: [&str; 3] = ["cgroup.procs", "cgroup.threads", "cgroup.subtree_control"];
+const DELEGATED: [&CStr; 3] = [
+    c"cgroup.procs",
+    c"cgroup.threads",
+    c"cgroup.subtree_control",
+];
+const DELEGATED_WORK: [&CStr; 3] = [
+    c"work/cgroup.procs",
+    c"work/cgroup.threads",
+    c"work/cgroup.subtree_control",
+];
 /// These two come before all others of their controller: nothing can join a cpuset without them.
 const FIRST: [&str; 2] = ["cpuset.cpus", "cpuset.mems"];
 
@@ -63,23 +73,14 @@ fn make_v2(
     undo: &mut Undo,
     cgroups: &mut Cgroups,
 ) -> Result<()> {
-    let (agent, work) = (path.join("agent"), path.join("work"));
-    for directory in [path, &agent, &work] {
-        make_directory(system, directory, undo)?;
-    }
+    make_directory(system, path, undo)?;
     plan.cgroup2_files
         .iter()
         .try_for_each(|(name, value)| set(system, path, name, value))?;
-    for directory in [path, &work] {
-        system
-            .change_owner(directory, plan.id_base)
-            .doing_to("change owner of", directory)?;
-        for file in DELEGATED.map(|name| directory.join(name)) {
-            system
-                .change_owner(&file, plan.id_base)
-                .doing_to("change owner of", &file)?;
-        }
-    }
+    // Made later, once the new process is busy with itself.
+    undo.add(Made::Cgroup(path.join("work")));
+    let agent = path.join("agent");
+    make_directory(system, &agent, undo)?;
     let procs = agent.join("cgroup.procs");
     cgroups.agent_procs = Some(
         system
@@ -91,6 +92,28 @@ fn make_v2(
         .doing_to("open", path)?;
     cgroups.inode = system.inode(directory.as_fd()).doing_to("stat", path)?;
     cgroups.directory = Some(directory);
+    Ok(())
+}
+
+/// Makes `work/`, below which commands have cgroups of their own, and gives it to the sandbox. By descriptor, since by now the
+/// host's paths are out of sight; it goes with its parent's removal.
+pub fn delegate(system: &dyn System, plan: &LaunchPlan, cgroups: &Cgroups) -> Result<()> {
+    let Some(directory) = cgroups.directory.as_ref().map(|fd| fd.as_fd()) else {
+        return Ok(());
+    };
+    system
+        .put(directory, c"work", Entry::Directory { mode: 0o755 })
+        .doing("make", "work/")?;
+    for name in [c"", c"work"]
+        .iter()
+        .chain(&DELEGATED)
+        .chain(&DELEGATED_WORK)
+    {
+        let shown = name.to_string_lossy();
+        system
+            .change_owner(directory, name, plan.id_base)
+            .doing("change the owner of", shown)?;
+    }
     Ok(())
 }
 

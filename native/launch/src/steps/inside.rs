@@ -50,7 +50,8 @@ pub fn become_agent(system: &dyn System, inside: &Inside, clock: &mut Clock) -> 
 }
 
 fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(OwnedFd, OwnedFd)> {
-    let plan = inside.job.plan;
+    let (job, plan) = (inside.job, inside.job.plan);
+    // First all that needs no tree, while that is being built.
     wait_for_go(system, inside)?; // maps are written, version 1 cgroups joined
     clock.begin(Step::Ids)?;
     system.start_afresh().doing("start", "a session")?;
@@ -63,15 +64,14 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
     system
         .unshare(NEW_CGROUP | NEW_IPC | NEW_UTS)
         .doing("make", "cgroup, ipc and uts namespaces")?;
+    system
+        .set_hostname(&plan.hostname)
+        .doing("set", "the host name")?;
     if let Some(procs) = inside.agent_procs {
         system
             .write(procs.as_fd(), b"0")
             .doing("move to", "agent/")?;
     }
-    system
-        .set_hostname(&plan.hostname)
-        .doing("set", "the host name")?;
-
     clock.begin(Step::Network)?;
     system
         .unshare(NEW_NET)
@@ -79,6 +79,16 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
     system
         .loopback_up()
         .doing("bring up", "the loopback device")?;
+    clock.begin(Step::Rlimits)?;
+    limits(system, job)?;
+    clock.begin(Step::Capabilities)?;
+    // Only what execve may give; what this process has is not touched yet.
+    system
+        .bound_capabilities(plan.caps_agent | plan.caps_exec)
+        .doing("bound", "capabilities")?;
+    let config = system
+        .sealed_file(&job.config)
+        .doing("make", "the agent's configuration")?;
     clock.end();
 
     wait_for_go(system, inside)?; // the tree is complete
@@ -88,19 +98,15 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
         .doing("make", "a mount namespace")?;
     let tree = kernel_mounts(system)?;
     clock.begin(Step::Sysctls)?;
-    sysctls(system, inside.job)?;
+    sysctls(system, job)?;
     clock.begin(Step::Masks)?;
-    masks(system, inside.job, &tree)?;
+    masks(system, job)?;
     clock.begin(Step::Pivot)?;
-    system
-        .pivot(tree.as_fd())
-        .doing("pivot to", "the new root")?;
+    system.pivot().doing("pivot to", "the new root")?;
     drop(tree);
-    clock.begin(Step::Rlimits)?;
-    limits(system, inside.job)?;
     clock.begin(Step::Capabilities)?;
-    let kept = arrange(system, inside)?;
-    capabilities(system, inside.job)?;
+    let kept = arrange(system, inside, config)?;
+    capabilities(system, job)?;
     clock.end();
     Ok(kept)
 }
@@ -123,6 +129,9 @@ fn kernel_mounts(system: &dyn System) -> Result<OwnedFd> {
     system
         .attach_at(tree.as_fd(), root::ROOT)
         .doing("mount", "the tree")?;
+    system
+        .change_directory(tree.as_fd())
+        .doing("enter", "the tree")?;
     let mount = |kind: &CStr, options: &[MountOption], flags: u64, path: &CStr| {
         let name = path.to_string_lossy();
         let made = system
@@ -152,44 +161,46 @@ fn kernel_mounts(system: &dyn System) -> Result<OwnedFd> {
     Ok(tree)
 }
 
-/// Kernel settings of the new namespaces, while /proc/sys can still be written. Through the mount that was just made: the one
-/// of the bare namespace is the host's.
+/// Kernel settings of the new namespaces, while /proc/sys can still be written. Below the working directory, which is the
+/// tree: at the root there is the bare namespace's proc, the host's.
 fn sysctls(system: &dyn System, job: &Job) -> Result<()> {
     job.plan.sysctls.iter().try_for_each(|(name, value)| {
-        let path = Path::new("/root/proc/sys").join(name.replace('.', "/"));
+        let path = Path::new("proc/sys").join(name.replace('.', "/"));
         system
             .write_file(&path, value.as_bytes())
             .doing_to("write to", &path)
     })
 }
 
-fn masks(system: &dyn System, job: &Job, tree: &OwnedFd) -> Result<()> {
-    let find = |path: &str| -> Result<Option<OwnedFd>> {
-        let text = c_text(path).doing("name", path)?;
-        match system.resolve(tree.as_fd(), &text) {
-            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(None), // not every kernel has every file
-            found => found.doing("find", path).map(Some),
-        }
-    };
+/// Hides and protects parts of the new proc and sysfs. Their paths are the kernel's own: nothing an image can plant.
+fn masks(system: &dyn System, job: &Job) -> Result<()> {
     for path in &job.plan.readonly_proc {
-        if let Some(target) = find(path)? {
-            let copy = system
-                .clone_mount_at(target.as_fd())
-                .doing("copy the mount of", path)?;
-            system
-                .set_attributes(copy.as_fd(), attr::READ_ONLY)
-                .doing("make read-only", path)?;
-            system
-                .attach(copy.as_fd(), target.as_fd())
-                .doing("bind over", path)?;
-        }
+        let below = c_text(&path[1..]).doing("name", path)?;
+        missing_is_fine(protect(system, &below)).doing("make read-only", path)?;
     }
     for path in &job.plan.masks {
-        if let Some(target) = find(path)? {
-            root::mask(system, &target, Path::new(path))?;
-        }
+        missing_is_fine(hide(system, &path[1..])).doing("mask", path)?;
     }
     Ok(())
+}
+
+fn hide(system: &dyn System, path: &str) -> std::io::Result<()> {
+    let target = system.open(Path::new(path), Access::Path)?;
+    system.bind(root::empty_for(system, &target)?, &c_text(path)?)
+}
+
+fn protect(system: &dyn System, path: &CStr) -> std::io::Result<()> {
+    let copy = system.clone_mount(path)?;
+    system.set_attributes(copy.as_fd(), attr::READ_ONLY)?;
+    system.attach_at(copy.as_fd(), path)
+}
+
+/// Not every kernel has every file.
+fn missing_is_fine(result: std::io::Result<()>) -> std::io::Result<()> {
+    match result {
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
+        other => other,
+    }
 }
 
 fn limits(system: &dyn System, job: &Job) -> Result<()> {
@@ -203,18 +214,13 @@ fn limits(system: &dyn System, job: &Job) -> Result<()> {
 }
 
 /// Gives the descriptors the numbers that the agent expects. Returns the program and the report pipe under numbers above.
-fn arrange(system: &dyn System, inside: &Inside) -> Result<(OwnedFd, OwnedFd)> {
+fn arrange(system: &dyn System, inside: &Inside, config: OwnedFd) -> Result<(OwnedFd, OwnedFd)> {
     // Never closed by us: by then their numbers belong to other files.
-    let null = ManuallyDrop::new(
-        system
-            .open(Path::new("/dev/null"), Access::ReadWrite)
-            .doing("open", "/dev/null")?,
-    );
-    let config = ManuallyDrop::new(
-        system
-            .sealed_file(&inside.job.config)
-            .doing("make", "the agent's configuration")?,
-    );
+    let config = ManuallyDrop::new(config);
+    let null = system
+        .open(Path::new("/dev/null"), Access::ReadWrite)
+        .doing("open", "/dev/null")?;
+    let null = ManuallyDrop::new(null);
     let standard = Some(null.as_fd());
     let cgroup = inside.cgroup.map(|fd| fd.as_fd());
     let order: [Option<BorrowedFd>; 6] = [
@@ -239,10 +245,7 @@ fn arrange(system: &dyn System, inside: &Inside) -> Result<(OwnedFd, OwnedFd)> {
 /// Becomes the agent's user. What execve leaves of the capabilities of a user that is not root is the ambient set; the
 /// right to load a filter is kept until then.
 fn capabilities(system: &dyn System, job: &Job) -> Result<()> {
-    let (agent, exec) = (job.plan.caps_agent, job.plan.caps_exec);
-    system
-        .bound_capabilities(agent | exec)
-        .doing("bound", "capabilities")?;
+    let agent = job.plan.caps_agent;
     system
         .become_user(AGENT_ID, true)
         .doing("become", "the agent's user")?;
@@ -386,21 +389,22 @@ mod tests {
             "start_afresh",
             "become_user 0 false",
             "unshare 0xe000000",
-            "write 0",
             "set_hostname sandbox",
+            "write 0",
             "unshare 0x40000000",
             "loopback_up",
+            "set_limit",
+            "bound_capabilities 0x81",
+            "sealed_file",
             "unshare 0x20000",
             "clone_tree",
             "make_mount \"proc\" 0xe",
             "make_mount \"sysfs\" 0xf",
-            "write_file /root/proc/sys/kernel/shmmni 1",
-            "resolve \"/proc/sys\"",
-            "resolve \"/proc/kcore\"",
+            "write_file proc/sys/kernel/shmmni 1",
+            "clone_mount \"proc/sys\"",
+            "bind \"/empty/file\" \"proc/kcore\"",
             "pivot",
-            "set_limit",
             "arrange",
-            "bound_capabilities 0x81",
             "become_user 65535 true",
             "set_capabilities",
             "raise_ambient 0x80",
