@@ -23,6 +23,7 @@ HIDDEN: Final = (
     "/proc/kpageflags",
     "/proc/latency_stats",
     "/proc/modules",
+    "/proc/pressure",
     "/proc/sched_debug",
     "/proc/scsi",
     "/proc/slabinfo",

@@ -66,7 +66,9 @@ def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFact
         etc_files=_etc_files(hostname),
         masks=list(masks.HIDDEN),
         readonly_proc=list(masks.READONLY),
-        shm_bytes=min(config.shm_bytes, spec.memory_bytes),
+        # As everywhere half of the memory at most: a full /dev/shm is an error of whoever fills it, and not the end of
+        # the sandbox, whose agent is all that is left to kill when memory is held by files.
+        shm_bytes=min(config.shm_bytes, spec.memory_bytes // 2),
         cgroup2=cgroups.cgroup2,
         cgroup2_files=cgroups.cgroup2_files,
         cgroup1=cgroups.cgroup1,
