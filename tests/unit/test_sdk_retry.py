@@ -44,6 +44,17 @@ def test_attempts_are_bounded() -> None:
     assert delays[-1] is None
 
 
+def test_a_service_that_has_answered_before_is_waited_for_longer() -> None:
+    def waited(*, known: bool) -> float:
+        delays = [
+            retry_delay_s(LOST, attempt=n, repeatable=True, left_s=60, jitter=1.0, known=known) for n in range(100)
+        ]
+        return sum(delay or 0.0 for delay in delays)
+
+    assert waited(known=False) < 2
+    assert 20 < waited(known=True) < 45
+
+
 def test_nothing_is_tried_after_the_deadline() -> None:
     assert retry_delay_s(LOST, attempt=0, repeatable=True, left_s=0.0, jitter=0.0) is None
 

@@ -6,7 +6,8 @@ from typing import Final
 
 from dsec.core.errors import CapacityError, DsecError, Outcome, UnavailableError
 
-ATTEMPTS_MAX: Final = 6  # of one request, the first included
+ATTEMPTS_MAX: Final = 6  # of one request, the first included: a wrong address is told within 2 s
+ATTEMPTS_KNOWN_MAX: Final = 20  # of a service that has answered before: it is restarted, say, which may take 30 s
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 2.0
 RETRY_AFTER_MAX_S: Final = 30.0  # a server that asks for more is not waited for
@@ -24,12 +25,15 @@ def is_retryable(error: DsecError, *, repeatable: bool) -> bool:
     return False
 
 
-def retry_delay_s(error: DsecError, *, attempt: int, repeatable: bool, left_s: float, jitter: float) -> float | None:
+def retry_delay_s(
+    error: DsecError, *, attempt: int, repeatable: bool, left_s: float, jitter: float, known: bool = False
+) -> float | None:
     """Seconds to wait before the next attempt, None to give up.
 
-    `attempt` counts failures before this one, `left_s` is what remains of the deadline, `jitter` is in 0 … 1.
+    `attempt` counts failures before this one, `left_s` is what remains of the deadline, `jitter` is in 0 … 1, and
+    `known` says that the service has been there before.
     """
-    if attempt + 1 >= ATTEMPTS_MAX or not is_retryable(error, repeatable=repeatable):
+    if attempt + 1 >= (ATTEMPTS_KNOWN_MAX if known else ATTEMPTS_MAX) or not is_retryable(error, repeatable=repeatable):
         return None
     if error.retry_after_s is not None:
         if error.retry_after_s > RETRY_AFTER_MAX_S:

@@ -8,9 +8,10 @@ from typing import Self
 import msgspec
 
 from dsec.core import limits
+from dsec.core.errors import SessionNotFoundError
 from dsec.sdk.requests import Command, make_exec
 from dsec.sdk.results import ExecResult
-from dsec.sdk.running import OutputCallback, run_command
+from dsec.sdk.running import OutputCallback, failure_of, run_command
 from dsec.sdk.transport import Transport
 from dsec.wire.records import SessionInfo, SessionRequest
 
@@ -78,20 +79,20 @@ class AsyncSession:
         )
         if not self._opened:
             await self.open()
-        result = await run_command(
-            self._transport, self._sandbox, request, on_stdout=on_stdout, on_stderr=on_stderr, check=False
-        )
+        try:
+            result = await run_command(
+                self._transport, self._sandbox, request, on_stdout=on_stdout, on_stderr=on_stderr, check=False
+            )
+        except SessionNotFoundError:
+            self._opened = False  # what it held is gone, which the caller is told; the next command begins anew
+            raise
         self._opened = not result.session_ended
         if check and not result.ok:
-            from dsec.sdk.running import failure_of
-
             raise failure_of(result, self._sandbox)
         return result
 
     async def close(self) -> None:
         """Ends the shell and what runs in it. One that has ended already is fine."""
-        from dsec.core.errors import SessionNotFoundError
-
         self._opened = False
         try:
             await self._transport.call(

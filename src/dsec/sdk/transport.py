@@ -74,6 +74,7 @@ class Transport:
         self._starting: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         self._random = random.Random()  # jitter only
         self._pid = os.getpid()
+        self._answered = False
 
     # ---- requests ----
 
@@ -126,6 +127,7 @@ class Transport:
                     repeatable=repeatable,
                     left_s=deadline - time.monotonic(),
                     jitter=self._random.random(),
+                    known=self._answered,
                 )
                 if delay is None:
                     raise
@@ -210,6 +212,7 @@ class Transport:
                     method, self._url(path, query), data=data, headers=headers, timeout=timeout, allow_redirects=False
                 )
             ) as response:
+                self._answered = True
                 if long:
                     _keep_alive(response)
                 yield response
