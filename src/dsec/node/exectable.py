@@ -261,7 +261,8 @@ class ExecTable:
                 self._logged_bytes -= exec.end.kept_bytes
         try:
             self._log.append(ExecDropEntry(id=exec.id))
-            exec.remove_file(self._path(exec.id))
+            if exec.end is None or exec.end.file:
+                exec.remove_file(self._path(exec.id))
         except (StorageError, OSError) as error:
             log.warning("an exec's record could not be dropped", sandbox=self.sandbox, exec=exec.id, error=str(error))
 
