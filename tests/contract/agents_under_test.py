@@ -17,6 +17,7 @@ from dsec.testing.agents import running_agent
 from dsec.testing.hosts import Intents, instance_spec
 from dsec.wire import agent
 from dsec.wire.frames import Channel
+from tests.contract.backends_under_test import BackendUnderTest
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +28,42 @@ class Result:
 
 
 class AgentUnderTest:
-    """`place` is a directory of the test's own inside; an echo listens at `echo_port`."""
+    """`place` is a directory of the test's own inside."""
 
-    def __init__(self, connect: Callable[..., object], *, kind: str, place: bytes, echo_port: int) -> None:
+    def __init__(
+        self,
+        connect: Callable[..., object],
+        *,
+        kind: str,
+        place: bytes,
+        echo_port: int | None,
+        sandbox: str = "sbx_test",
+    ) -> None:
         self.connect = connect
         self.kind = kind
+        self.sandbox = sandbox
         self.place = place
-        self.echo_port = echo_port
+        self._echo_port = echo_port
         self._clients: list[AgentClient] = []
 
     async def client(self, *, timeout_s: float = 20.0) -> AgentClient:
-        client = await AgentClient.connect(self.connect, sandbox="sbx_test", timeout_s=timeout_s)  # type: ignore[arg-type]
+        client = await AgentClient.connect(self.connect, sandbox=self.sandbox, timeout_s=timeout_s)  # type: ignore[arg-type]
         self._clients.append(client)
         return client
 
     def close(self) -> None:
         for client in self._clients:
             client.close()
+
+    async def echo_port(self) -> int:
+        """Where an echo listens. In a container it is started when first asked for, and stays behind its exec."""
+        if self._echo_port is None:
+            script = 'python3 -c "$ECHO" > /tmp/port & while ! test -s /tmp/port; do sleep 0.01; done; cat /tmp/port'
+            client = await self.client()
+            result = await run(client, script, env={b"ECHO": _ECHO.encode()}, timeout_s=20.0)
+            client.close()
+            self._echo_port = int(result.out)
+        return self._echo_port
 
     def path(self, name: str) -> bytes:
         return self.place + b"/" + name.encode()
@@ -71,7 +91,9 @@ async def run(client: AgentClient, shell: str | None = None, /, **fields: object
 async def fake_agent() -> AsyncIterator[AgentUnderTest]:
     backend = FakeBackend()
     instance = await backend.create(instance_spec(), intend=Intents(), deadline_s=5)
-    under_test = AgentUnderTest(instance.connect, kind="fake", place=b"/tmp/place", echo_port=ECHO_PORT)
+    under_test = AgentUnderTest(
+        instance.connect, kind="fake", place=b"/tmp/place", echo_port=ECHO_PORT, sandbox=instance.id
+    )
     client = await under_test.client()
     await client.mkdir(agent.MkdirArgs(path=under_test.place))
     client.close()
@@ -95,6 +117,36 @@ async def real_agent(directory: Path) -> AsyncIterator[AgentUnderTest]:
             yield under_test
         finally:
             under_test.close()
+
+
+_ECHO = """
+import socket, threading
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+def serve(link):
+    while piece := link.recv(65536):
+        link.sendall(piece)
+    link.close()
+while True:
+    threading.Thread(target=serve, args=[listener.accept()[0]], daemon=True).start()
+"""
+
+
+@asynccontextmanager
+async def contained_agent(backend: BackendUnderTest) -> AsyncIterator[AgentUnderTest]:
+    """The real one, in an instance that has programs."""
+    instance = await backend.create()
+    client = await AgentClient.connect(instance.connect, sandbox=instance.id)
+    under_test = AgentUnderTest(
+        instance.connect, kind="container", place=b"/tmp/place", echo_port=None, sandbox=instance.id
+    )
+    await client.mkdir(agent.MkdirArgs(path=under_test.place))
+    client.close()
+    try:
+        yield under_test
+    finally:
+        under_test.close()
+        await instance.destroy()
 
 
 @asynccontextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dsec.backends.base import Backend, Instance, InstanceSpec
+from dsec.backends.base import Backend, Instance, InstanceSpec, Layer
 from dsec.backends.fake.backend import FakeBackend
 from dsec.backends.fake.host import FakeHost
 from dsec.backends.registry import BackendSettings, build_backends
@@ -33,9 +34,10 @@ class BackendUnderTest:
     intents: Intents = field(default_factory=Intents)
     created: list[Instance] = field(default_factory=list)
     clean_up: Callable[[], None] = lambda: None
+    layers: tuple[Layer, ...] = ()  # what instances start from: with programs, or nothing but the agent
 
     def spec(self) -> InstanceSpec:
-        return instance_spec(self.substrate, node=self.node)
+        return instance_spec(self.substrate, node=self.node, layers=self.layers)
 
     async def create(self, spec: InstanceSpec | None = None, *, deadline_s: float = 30.0) -> Instance:
         instance = await self.backend.create(spec or self.spec(), intend=self.intents, deadline_s=deadline_s)
@@ -87,6 +89,10 @@ def _container(directory: Path) -> BackendUnderTest:
         lock_directories=(id_dir,),
     )
     return BackendUnderTest("container", make(), make, Substrate.CONTAINER, node, watched, clean_up=clean_up)
+
+
+def layer_of(root: Path) -> Layer:
+    return Layer(digest=hashlib.sha256(str(root).encode()).hexdigest(), kind="directory", meta=str(root))
 
 
 BACKENDS: dict[str, Callable[[Path], BackendUnderTest]] = {"fake": _fake, "container": _container}

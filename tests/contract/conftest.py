@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from tests.contract.backends_under_test import BACKENDS, BackendUnderTest
 
 from dsec.core.errors import HostError
-from tests.contract.agents_under_test import AgentUnderTest, fake_agent, real_agent
+from tests.contract.agents_under_test import AgentUnderTest, contained_agent, fake_agent, real_agent
+from tests.contract.backends_under_test import BACKENDS, BackendUnderTest, layer_of
+from tests.system.container_images import make_root
 
-AgentFactory = Callable[[], AgentUnderTest]
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root file system with a shell, tools and Python."""
+    root = make_root(tmp_path_factory.mktemp("programs") / "root")
+    for name, line in (("passwd", "nobody:x:65534:65534::/nonexistent:/bin/sh"), ("group", "nogroup:x:65534:")):
+        with (root / "etc" / name).open("a") as file:
+            file.write(line + "\n")
+    return root
 
 
-@pytest.fixture(params=["fake", "real"])
+@pytest.fixture(params=["fake", "real", "container"])
 async def under_test(request: pytest.FixtureRequest, short_tmp: Path) -> AsyncIterator[AgentUnderTest]:
     async with AsyncExitStack() as stack:
         if request.param == "fake":
             yield await stack.enter_async_context(fake_agent())
-        else:
+        elif request.param == "real":
             yield await _real(stack, short_tmp)
+        else:
+            backend = await _usable(stack, "container", short_tmp)
+            backend.layers = (layer_of(request.getfixturevalue("programs")),)
+            yield await stack.enter_async_context(contained_agent(backend))
 
 
 @pytest.fixture
@@ -43,11 +56,14 @@ async def _real(stack: AsyncExitStack, directory: Path) -> AgentUnderTest:
 
 @pytest.fixture(params=sorted(BACKENDS))
 async def backend(request: pytest.FixtureRequest, short_tmp: Path) -> AsyncIterator[BackendUnderTest]:
-    under_test = BACKENDS[request.param](short_tmp)
-    try:
-        probe = await under_test.backend.probe()
-        if not probe.usable:
-            pytest.skip(f"{request.param}: {probe.reason}")
-        yield under_test
-    finally:
-        await under_test.close()
+    async with AsyncExitStack() as stack:
+        yield await _usable(stack, request.param, short_tmp)
+
+
+async def _usable(stack: AsyncExitStack, name: str, directory: Path) -> BackendUnderTest:
+    under_test = BACKENDS[name](directory)
+    stack.push_async_callback(under_test.close)
+    probe = await under_test.backend.probe()
+    if not probe.usable:
+        pytest.skip(f"{name}: {probe.reason}")
+    return under_test

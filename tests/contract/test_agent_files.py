@@ -468,8 +468,9 @@ async def test_watches_are_bounded_and_given_back(under_test: AgentUnderTest) ->
 
 
 async def test_a_connection_carries_bytes_both_ways(under_test: AgentUnderTest) -> None:
+    port = await under_test.echo_port()
     client = await under_test.client()
-    connection = await client.open_connection(agent.ConnectArgs(host="127.0.0.1", port=under_test.echo_port))
+    connection = await client.open_connection(agent.ConnectArgs(host="127.0.0.1", port=port))
 
     async def send() -> None:
         for start in range(0, len(BIG), 100_000):
@@ -498,10 +499,11 @@ async def test_a_port_that_nobody_listens_on_is_an_error_with_its_errno(under_te
 
 
 async def test_a_connection_that_is_dropped_frees_its_stream(under_test: AgentUnderTest) -> None:
+    port = await under_test.echo_port()
     client = await under_test.client()
 
     for _ in range(20):
-        async with await client.open_connection(agent.ConnectArgs(port=under_test.echo_port)) as connection:
+        async with await client.open_connection(agent.ConnectArgs(port=port)) as connection:
             await connection.send(b"ping")
             assert await connection.receive() == b"ping"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,12 +15,12 @@ from dsec.backends.base import Instance, Keeps
 from dsec.core.errors import DsecError, GoneError, SandboxFaultError, UnavailableError, UnsupportedError
 from dsec.core.faults import fault_point
 from dsec.core.ids import new_exec_id
-from dsec.core.spec import NetworkMode
+from dsec.core.spec import NetworkMode, Substrate
 from dsec.testing.faults import each_nth_failure
 from dsec.testing.leaks import leaks_between, no_leaks_async, take_snapshot
 from dsec.wire import agent
 from tests.contract.agents_under_test import collect
-from tests.contract.backends_under_test import BackendUnderTest
+from tests.contract.backends_under_test import BackendUnderTest, layer_of
 
 
 async def open_client(instance: Instance) -> AgentClient:
@@ -146,9 +147,9 @@ async def test_an_instance_survives_its_node_s_restart(backend: BackendUnderTest
     assert backend.leftovers() == []
 
 
-async def test_output_of_an_exec_is_complete_after_a_restart(backend: BackendUnderTest) -> None:
-    if backend.name != "fake":
-        pytest.skip("needs a program inside; the system tests have environments with one")
+async def test_output_of_an_exec_is_complete_after_a_restart(backend: BackendUnderTest, programs: Path) -> None:
+    if backend.substrate is not Substrate.FAKE:
+        backend.layers = (layer_of(programs),)
     instance = await backend.create()
     client = await open_client(instance)
     stream = await client.exec(agent.Exec(id=new_exec_id(), shell=b"echo before; cat; echo after", stdin=True))

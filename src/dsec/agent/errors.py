@@ -39,6 +39,7 @@ _CLASSES: Final[dict[str, type[DsecError]]] = {
     "unknown_op": UnsupportedError,
     "no_common_generation": UnsupportedError,
     "session_not_found": SessionNotFoundError,
+    "wrong_sandbox": ConflictError,
     "session_busy": ConflictError,
     "too_many_execs": CapacityError,
     "too_many_sessions": CapacityError,
