@@ -93,6 +93,21 @@ def test_a_step_that_fails_is_named_and_nothing_is_left(host: Host, client: Laun
     client.destroy(destroy_args(plan, again))
 
 
+@pytest.mark.parametrize("step", ["cgroups", "socket", "clone", "maps", "overlay", "etc", "agent"])
+def test_a_worker_that_dies_is_cleaned_up_after(host: Host, client: LaunchClient, step: str) -> None:
+    plan = host.plan(upper_tmpfs_bytes=16 << 20)
+    (host.run / "fail_step").write_text(f"die:{step}")
+    try:
+        failure = failure_of(client, "launch", plan)
+    finally:
+        (host.run / "fail_step").unlink()
+
+    assert failure == ("worker", None)
+    wait_for(lambda: set(wire.leftovers(host)) <= {plan.directory})
+    client.destroy(destroy_args(plan, None))
+    assert_nothing_left(host)
+
+
 def test_what_was_there_before_survives_a_failed_launch(host: Host, client: LaunchClient) -> None:
     plan = host.plan()
     kept = Path(plan.directory) / "upper" / "kept"
@@ -258,6 +273,29 @@ def test_after_kill_dash_nine_sandboxes_and_layers_go_on(host: Host, client: Lau
     for plan, facts in ((first, launched), (second, ended), (third, ends), (fresh, None)):
         later.destroy(destroy_args(plan, facts))
     assert_nothing_left(host)
+
+
+def test_a_sandbox_without_cgroups_is_destroyed_by_its_name_alone(host: Host, client: LaunchClient) -> None:
+    plan = host.plan(cgroup2=None, cgroup1={}, cgroup1_files={})
+    launched = client.launch(plan)
+    assert launched.cgroup_id == 0
+    assert ask(plan, "echo here").startswith("here\n")
+
+    client.destroy(destroy_args(plan, None))
+
+    wait_for(lambda: not Path(f"/proc/{launched.pid}").exists())
+    assert_nothing_left(host)
+
+
+def test_a_place_for_a_layer_that_was_never_mounted_is_not_taken_for_one(host: Host, client: LaunchClient) -> None:
+    assert host.process is not None
+    place = Path(f"/proc/{host.process.pid}/root{host.run}/layers/half")
+    place.mkdir()
+    host.kill()
+
+    later = host.start()
+
+    assert later.list().layers == ["image"]
 
 
 def test_shutdown_leaves_sandboxes_running(host: Host, client: LaunchClient) -> None:

@@ -216,9 +216,22 @@ impl<'a> Daemon<'a> {
     }
 
     fn launched(&mut self, plan: &LaunchPlan, launched: Launched, origin: Origin) -> Result<()> {
-        let ended = self.setting.sandboxes.add(Record::new(plan, &launched))?;
-        self.succeed(origin, launched)?;
-        ended.map_or(Ok(()), |event| self.tell(&event))
+        match self.setting.sandboxes.add(Record::new(plan, &launched)) {
+            Ok(ended) => {
+                self.succeed(origin, launched)?;
+                ended.map_or(Ok(()), |event| self.tell(&event))
+            }
+            // Without a record its layers could be taken away under it after our death.
+            Err(error) => {
+                let (pid, start_ticks) = (Some(launched.pid), Some(launched.start_ticks));
+                let args = DestroyArgs {
+                    pid,
+                    start_ticks,
+                    ..clean_up(plan)
+                };
+                self.enqueue(Task::CleanUp(args, error.into_failure("record")), origin)
+            }
+        }
     }
 
     fn start_workers(&mut self) -> Result<()> {
@@ -230,8 +243,15 @@ impl<'a> Daemon<'a> {
         Ok(())
     }
 
-    fn start(&mut self, task: Task, origin: Origin) -> Result<()> {
+    fn start(&mut self, mut task: Task, origin: Origin) -> Result<()> {
         let system = self.setting.system;
+        if let Task::Destroy(args) = &mut task {
+            // Who lost the answer of a launch does not know the process; we do.
+            if let Some((pid, start_ticks)) = self.setting.sandboxes.process_of(&args.sandbox) {
+                args.pid.get_or_insert(pid);
+                args.start_ticks.get_or_insert(start_ticks);
+            }
+        }
         let plan = match &task {
             Task::Launch(plan) => plan,
             Task::Destroy(_) | Task::CleanUp(..) => {

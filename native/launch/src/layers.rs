@@ -24,12 +24,21 @@ pub struct Layers<'a> {
 }
 
 impl<'a> Layers<'a> {
-    pub fn open(system: &'a dyn System, run: &Path) -> Layers<'a> {
-        Layers {
+    /// The layers that are mounted below `run`. Places without a mount, which a daemon left that was killed in between, go.
+    pub fn open(system: &'a dyn System, run: &Path) -> Result<Layers<'a>> {
+        let layers = Layers {
             system,
             directory: run.join(LAYERS),
             skeletons: HashMap::new(),
+        };
+        let own = mount_of(system, &layers.directory)?;
+        for name in layers.list()? {
+            let path = layers.directory.join(name);
+            if mount_of(system, &path)? == own {
+                system.remove_dir(&path).doing_to("remove", &path)?;
+            }
         }
+        Ok(layers)
     }
 
     pub fn directory(&self) -> &Path {
@@ -201,4 +210,9 @@ impl<'a> Layers<'a> {
         }
         Ok(())
     }
+}
+
+fn mount_of(system: &dyn System, path: &Path) -> Result<u64> {
+    let directory = system.open(path, Access::Path).doing_to("open", path)?;
+    mounts::mount_id(directory.as_fd()).doing_to("look at", path)
 }

@@ -87,7 +87,7 @@ fn run(args: Args) -> Result<i32> {
     };
     let host_mounts = namespace::enter_pinned(&system, &run)?;
     let bare_mounts = namespace::make_bare(&system)?;
-    let layers = Layers::open(&system, &run);
+    let layers = Layers::open(&system, &run)?;
     let (sandboxes, missed) = Sandboxes::adopt(Records::open(layers.directory())?)?;
 
     // 4. Serve.

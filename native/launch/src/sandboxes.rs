@@ -76,6 +76,13 @@ impl Sandboxes {
         self.running.contains_key(sandbox)
     }
 
+    /// Its agent: pid and start.
+    pub fn process_of(&self, sandbox: &str) -> Option<(i32, u64)> {
+        self.running
+            .get(sandbox)
+            .map(|sandbox| (sandbox.record.pid, sandbox.record.start_ticks))
+    }
+
     pub fn uses_layer(&self, digest: &str) -> bool {
         self.running
             .values()

@@ -271,7 +271,7 @@ pub fn is_namespace(fd: BorrowedFd) -> io::Result<bool> {
     Ok(facts.f_type as i64 == NSFS_MAGIC)
 }
 
-/// The id of the mount that `fd` lies on and its file system type, as of statx(2): two equal ids are one mount.
+/// The id of the mount that `fd` lies on: two equal ids are one mount.
 pub fn mount_id(fd: BorrowedFd) -> io::Result<u64> {
     let mut facts = std::mem::MaybeUninit::<libc::statx>::zeroed();
     // SAFETY: the path is static, the buffer is large enough for what statx writes.

@@ -11,6 +11,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use dsec_sys::namespaces::exit_now;
 use dsec_sys::seccomp::Instruction;
 
 use crate::error::{Error, Result};
@@ -118,12 +119,14 @@ impl Clock {
         self.step
     }
 
-    /// Begins `step`, ending the one before. An error when the test hook wants it to fail.
+    /// Begins `step`, ending the one before. An error when the test hook wants it to fail, the end
+    /// of this process when it wants that (`die:<step>`).
     pub fn begin(&mut self, step: Step) -> Result<()> {
         self.end();
         self.step = step;
         match &self.fail_step {
             Some(name) if name == step.name() => Err(Error::Hook),
+            Some(name) if name.strip_prefix("die:") == Some(step.name()) => exit_now(1),
             _ => Ok(()),
         }
     }
