@@ -220,6 +220,27 @@ async def test_a_dead_agent_fails_the_sandbox_and_invents_no_exit(client: NodeCl
     assert host_of(client).leftovers() == []
 
 
+async def test_an_agent_that_breaks_the_protocol_costs_its_sandbox_and_no_other(client: NodeClient) -> None:
+    broken, other = await create(client), await create(client)
+    answer = await start(client, broken.id, "sleep", "60", wait_s=None)
+    found = client.node.registry.find(broken.id)
+    assert found is not None
+    channel = (await found.client()).channel
+
+    channel._received(b"\xff" * 64)  # a frame of an impossible length
+    info = await client.call(
+        Method.EXEC_GET, records.ExecQuery(sandbox=broken.id, exec=answer.exec.id, wait_s=10), records.ExecInfo
+    )
+    await eventually(lambda: len(client.node.registry) == 1)
+
+    view = await get(client, broken.id)
+    assert (info.status, info.cause) == ("unknown", "agent_lost")
+    assert (view.state, view.cause) == ("failed", "sandbox_fault")
+    assert view.cause_detail is not None
+    assert "protocol" in view.cause_detail
+    assert (await start(client, other.id, "true")).exec.exit_code == 0
+
+
 async def test_an_agent_killed_for_memory_is_told_as_that(client: NodeClient) -> None:
     sandbox = await create(client)
 

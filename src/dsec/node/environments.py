@@ -58,6 +58,10 @@ class Environments(Protocol):
         """For doctor; None when there is no store."""
         ...
 
+    async def tidy(self, *, live: Collection[str]) -> None:
+        """At the node's start: what dead builders left, and layers that nothing names or uses, are removed."""
+        ...
+
 
 class StoredEnvironments:
     """Those of an EnvironmentStore. Resolving reads a few small files that are in memory; the rest runs in threads."""
@@ -89,3 +93,10 @@ class StoredEnvironments:
 
     async def describe(self) -> StoreFacts | None:
         return await asyncio.to_thread(self._store.describe)
+
+    async def tidy(self, *, live: Collection[str]) -> None:
+        def work() -> None:
+            self._store.layers.clean()
+            self._store.collect(live=live)
+
+        await asyncio.to_thread(work)

@@ -122,6 +122,7 @@ class Node:
         await self.journal.prune(self.clock.wall_s())
         self._reaper.start(self._tasks)
         self._tasks.spawn(self._housekeep())
+        self._tasks.spawn(self._tidy_environments())
         self.started_at = self.clock.wall_s()
 
     async def close(self) -> None:
@@ -220,6 +221,14 @@ class Node:
     def _forget(self, id: str) -> None:
         self._reaper.cancel(id)
         self.registry.remove(id)
+
+    async def _tidy_environments(self) -> None:
+        """Beside the first requests: it may take as long as removing trees does."""
+        live = {digest for sandbox in self.registry for digest in sandbox.row.layers}
+        try:
+            await self.environments.tidy(live=live)
+        except DsecError as error:
+            log.warning("the environments could not be tidied up", error=str(error))
 
     async def _housekeep(self) -> None:
         pruned_at = self.clock.monotonic_s()

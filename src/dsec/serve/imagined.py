@@ -31,6 +31,9 @@ class ImaginedEnvironments:
         raise _nothing_here()
         yield  # makes this an iterator
 
+    async def tidy(self, *, live: Collection[str]) -> None:
+        """There is nothing to remove."""
+
     async def describe(self) -> StoreFacts | None:
         return None
 

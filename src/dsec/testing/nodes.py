@@ -77,6 +77,9 @@ class FakeEnvironments:
     async def describe(self) -> StoreFacts | None:
         return None
 
+    async def tidy(self, *, live: Collection[str]) -> None:
+        """There is nothing to remove."""
+
 
 def fake_config(state: Path, **changes: Any) -> NodeConfig:
     settings: dict[str, Any] = {
