@@ -46,6 +46,14 @@ class AgentWire:
         self._decoder = FrameDecoder()
         self._waiting: dict[int, deque[Frame]] = defaultdict(deque)
         self._next_stream = 1
+        self.hello: dict[str, Any] = {}
+        try:
+            self._open(sandbox if hello else None)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, sandbox: str | None) -> None:
         nonce = b"DSEC" + secrets.token_bytes(16)
         self.socket.sendall(nonce)
         echo = b""
@@ -53,8 +61,7 @@ class AgentWire:
             echo += self._receive(DEADLINE_S)
         assert echo[: len(nonce)] == nonce
         self._sort(echo[len(nonce) :])
-        self.hello: dict[str, Any] = {}
-        if hello:
+        if sandbox is not None:
             self.send(FrameType.HELLO, 0, {"generation_min": 1, "generation_max": 1, "sandbox": sandbox})
             self.hello = self.body(self.frame(0), FrameType.HELLO)
 

@@ -17,6 +17,7 @@ use crate::cgroup::WorkCgroup;
 use crate::exec::requests::Pumped;
 use crate::exec::Execs;
 use crate::link::{Link, Opening, Pending};
+use crate::processes::ProcessTable;
 use crate::refusal::{AgentError, Refusal};
 use crate::session::Sessions;
 use crate::setup::{note, Own, Setup};
@@ -202,15 +203,7 @@ impl Agent {
             return;
         }
         self.shutting_down = true;
-        let keys: Vec<u32> = self.execs.iter().map(|(key, _)| key).collect();
-        for key in keys {
-            if self.execs.get(key).is_some_and(|exec| exec.running) {
-                self.signal_tree(key, TERM);
-            }
-        }
-        if self.is_init {
-            let _ = kill(-1, TERM);
-        }
+        self.signal_everything(TERM);
         for key in self.sessions.keys() {
             self.close_session(key);
         }
@@ -242,21 +235,28 @@ impl Agent {
 
     /// The last act: nothing that we started stays.
     fn finish(&mut self) {
-        let keys: Vec<u32> = self.execs.iter().map(|(key, _)| key).collect();
-        for key in keys {
-            self.signal_tree(key, KILL);
-        }
         if let Some(work) = &self.work {
             work.kill_all();
         }
-        if self.is_init {
-            let _ = kill(-1, KILL);
-        }
+        self.signal_everything(KILL);
         if let Some(link) = self.link.as_deref_mut() {
             // The answer to `shutdown`; a host that does not read does not hold us.
             let _ = link.flush();
         }
         self.finished = true;
+    }
+
+    /// Every process of the sandbox; outside of one, every descendant, orphans included.
+    fn signal_everything(&self, signal: i32) {
+        if self.is_init {
+            // No process is left to get it: what was wanted.
+            let _ = kill(-1, signal);
+            return;
+        }
+        let own = std::process::id() as i32;
+        for process in ProcessTable::read().descendants_of(own) {
+            let _ = kill(process.pid, signal);
+        }
     }
 
     fn timeout_ms(&self, more: bool) -> i32 {

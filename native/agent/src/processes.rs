@@ -1,5 +1,6 @@
 //! The process table of /proc: how a tree is found where there are no cgroups.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,21 +38,32 @@ impl ProcessTable {
 
     /// Descendants of `leader` and whoever is still in its session; not the leader itself.
     pub fn tree_of(&self, leader: i32) -> Vec<Process> {
-        let mut members = vec![leader];
-        let mut found: Vec<Process> = Vec::new();
-        let mut at = 0;
-        while at < members.len() {
-            let parent = members[at];
-            at += 1;
-            for process in &self.processes {
-                let belongs = process.parent == parent || process.session == leader;
-                if belongs && !members.contains(&process.pid) {
-                    members.push(process.pid);
-                    found.push(*process);
-                }
+        let session = self.processes.iter().filter(|p| p.session == leader);
+        self.below(leader, session.map(|p| p.pid).collect())
+    }
+
+    pub fn descendants_of(&self, pid: i32) -> Vec<Process> {
+        self.below(pid, Vec::new())
+    }
+
+    fn below(&self, root: i32, mut open: Vec<i32>) -> Vec<Process> {
+        let mut children: BTreeMap<i32, Vec<i32>> = BTreeMap::new();
+        for process in &self.processes {
+            children
+                .entry(process.parent)
+                .or_default()
+                .push(process.pid);
+        }
+        let mut found = BTreeSet::new();
+        open.push(root);
+        while let Some(pid) = open.pop() {
+            if found.insert(pid) {
+                open.extend(children.remove(&pid).unwrap_or_default());
             }
         }
-        found
+        found.remove(&root);
+        let members = self.processes.iter().filter(|p| found.contains(&p.pid));
+        members.copied().collect()
     }
 
     pub fn holds(&self, process: &Process) -> bool {
