@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import secrets
 import shutil
@@ -23,7 +24,7 @@ from dsec.sdk.client import AsyncClient
 from dsec.serve.config import ServeConfig
 from dsec.serve.service import LocalService
 from dsec.testing.launchers import end_launcher, remove_cgroups
-from dsec.testing.leaks import Watched
+from dsec.testing.leaks import Watched, leaks_between, take_snapshot
 from dsec.testing.processes import all_processes, command_line
 from dsec.testing.waiting import eventually
 from dsec.wire.codec import from_toml
@@ -106,6 +107,35 @@ class Place:
             lock_directories=(self.ids,),
             mounts_of=(pid,) if pid else (),
         )
+
+    @asynccontextmanager
+    async def no_leaks(self, *, descriptors: bool = False) -> AsyncIterator[None]:
+        """Raises AssertionError when the block has left something of this place.
+
+        What other nodes of a shared machine do meanwhile does not count. `descriptors`: of this process too; not for
+        clients, which keep connections.
+        """
+        watched = dataclasses.replace(self.watched(), descriptors=descriptors)
+        before = take_snapshot(watched)
+        yield
+
+        def left() -> list[str]:
+            return [leak for leak in leaks_between(before, take_snapshot(watched)) if not self._foreign(leak)]
+
+        with suppress(AssertionError):
+            await eventually(lambda: not left())
+        leaks = left()
+        assert not leaks, f"{len(leaks)} left behind:\n  " + "\n  ".join(leaks[:100])
+
+    def _foreign(self, leak: str) -> bool:
+        kind, _, thing = leak.partition(": ")
+        if kind == "mounts":
+            return thing.endswith(" of self") and str(self.directory) not in thing
+        return kind == "namespaces" and thing in {
+            fields[3]
+            for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+            if " - nsfs " in line and str(self.directory) not in (fields := line.split(" "))[4]
+        }
 
     # ---- launcher and processes ----
 

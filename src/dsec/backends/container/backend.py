@@ -127,7 +127,7 @@ class ContainerBackend:
         try:
             return await self.launcher.request(LaunchOp.LAUNCH, plan, Launched, timeout_s=deadline_s)
         except LauncherRefusal as refusal:
-            if refusal.failure.step != "check" or not _forgot(refusal.failure):
+            if not _forgot(refusal.failure):
                 raise
         # The launcher was restarted between registering and launching; it knows nothing of before.
         self._registered.clear()
@@ -299,7 +299,8 @@ def _gone_while_away(id: str) -> GoneError:
 
 
 def _forgot(failure: LaunchFailure) -> bool:
-    return "unknown filter" in failure.detail or "unknown layer" in failure.detail
+    """A plan names nothing that may be missing but filters and layers, which are registered."""
+    return failure.step == "check" and failure.errno == "ENOENT"
 
 
 def _start_ticks(pid: int) -> int | None:
