@@ -297,3 +297,23 @@ def _until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_the_service_is_started_told_about_and_stopped(short_tmp: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("DSEC_")}
+    environment |= {
+        "DSEC_RUN_DIR": str(short_tmp / "r"),
+        "DSEC_STATE_DIR": str(short_tmp / "s"),
+        "DSEC_SUBSTRATES": "fake",
+    }
+
+    def dsec_says(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*DSEC, *arguments], env=environment, capture_output=True, text=True, timeout=100)
+
+    assert "--detach" in dsec_says("up", "--help").stdout
+    try:
+        assert dsec_says("up", "--detach").returncode == 0
+        assert dsec_says("run", "--backend", "fake", "--", "echo", "hi").stdout == "hi\n"
+    finally:
+        assert dsec_says("down").returncode == 0
+    assert dsec_says("down").returncode == 0

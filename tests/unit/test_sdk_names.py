@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -50,12 +50,10 @@ def test_no_name_of_the_sdk_loads_aiohttp_before_the_first_call() -> None:
 
 
 def test_importing_dsec_is_quick() -> None:
-    took = min(
-        float(python("import time; t = time.perf_counter(); import dsec; print(time.perf_counter() - t)"))
-        for _ in range(5)
-    )
+    # Time of the processor, not of the clock: other work on the machine is not the import's.
+    code = "import time; t = time.process_time(); import dsec; print(time.process_time() - t)"
 
-    assert took < 0.08
+    assert min(float(python(code)) for _ in range(5)) < 0.08
 
 
 def test_every_name_can_be_had() -> None:
@@ -133,10 +131,11 @@ def test_the_help_of_the_command_is_quick_and_loads_no_client() -> None:
 
 def test_the_help_of_the_command_takes_less_than_300_ms() -> None:
     def once() -> float:
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
             [sys.executable, "-m", "dsec.cli.main", "--help"], stdout=subprocess.DEVNULL, check=True, timeout=60
         )
-        return time.perf_counter() - started
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert min(once() for _ in range(5)) < 0.3
