@@ -273,6 +273,21 @@ async def test_an_exec_that_only_the_journal_knows_is_unknown(tmp_path: Path, ho
     assert (info.status, info.cause, info.exit_code) == ("unknown", "node_lost", None)
 
 
+async def test_an_agent_that_cannot_be_reached_at_first_is_tried_again(tmp_path: Path, host: FakeHost) -> None:
+    async with running(tmp_path, host) as client:
+        sandbox = await create(client)
+        await crash(client.node)
+    node = make_fake_node(tmp_path, host=host)
+
+    with Faults(1, prefix="fake.connect") as faults:
+        await node.start()
+
+    view = await NodeClient(node).call(Method.GET, records.SandboxRef(sandbox.id), records.Sandbox)
+    assert faults.hit is not None
+    assert view.state == "running"
+    await node.close()
+
+
 async def test_many_are_taken_over_at_once(tmp_path: Path, host: FakeHost) -> None:
     async with running(tmp_path, host) as client:
         made = [await create(client) for _ in range(100)]

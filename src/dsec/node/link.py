@@ -41,9 +41,9 @@ class AgentLink:
         self._active.set()
         self._keeper: asyncio.Task[None] | None = None
 
-    async def open(self, *, timeout_s: float = PREAMBLE_TIMEOUT_S) -> AgentClient:
+    async def open(self, *, timeout_s: float = PREAMBLE_TIMEOUT_S, tries: int = 1) -> AgentClient:
         """The first channel. Raises as AgentClient.connect, or SandboxFaultError when it is another agent."""
-        client = await self._connect(timeout_s)
+        client = await self._try(timeout_s, tries)
         self._keeper = asyncio.get_running_loop().create_task(self._keep(client))
         return client
 
@@ -103,20 +103,27 @@ class AgentLink:
             client = again
 
     async def _reconnect(self) -> AgentClient | None:
+        try:
+            return await self._try(PREAMBLE_TIMEOUT_S, RECONNECTS_MAX)
+        except DsecError as error:
+            self._give_up(f"its agent cannot be reached: {error.message}", error)
+            return None
+
+    async def _try(self, timeout_s: float, tries: int) -> AgentClient:
+        """With back-off in between. A broken protocol is not tried again."""
         delay_s = _RETRY_FIRST_S
-        error: DsecError | None = None
-        for _ in range(RECONNECTS_MAX):
+        while True:
+            tries -= 1
             try:
-                return await self._connect(PREAMBLE_TIMEOUT_S)
-            except DsecError as failed:
-                error = failed
-                if isinstance(failed, ProtocolError):
-                    break
-            # Waiting here is the back-off itself. When the agent has died, the instance's exit ends this task.
+                return await self._connect(timeout_s)
+            except ProtocolError:
+                raise
+            except DsecError:
+                if tries <= 0:
+                    raise
+            # When the agent has died, the instance's exit ends this task.
             await asyncio.sleep(delay_s)
             delay_s *= 2
-        self._give_up(f"its agent cannot be reached: {error}", error)
-        return None
 
     async def _connect(self, timeout_s: float) -> AgentClient:
         client = await AgentClient.connect(

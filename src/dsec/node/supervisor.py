@@ -122,7 +122,8 @@ class Supervisor:
             # It was being frozen or thawed: running is where both can be told apart from nothing.
             await instance.resume()
             self._note_resumed()
-        await self._open_link().open()
+        # A busy machine, with many to take over, is no reason to end one.
+        await self._open_link().open(tries=limits.RECONNECTS_MAX)
         await self.move(SandboxState.RUNNING)
 
     @asynccontextmanager
@@ -386,7 +387,7 @@ class Supervisor:
         link = self._open_link()
         link.resume()
         try:
-            client = await link.open() if link.never_opened else await link.client()
+            client = await link.open(tries=limits.RECONNECTS_MAX) if link.never_opened else await link.client()
             with suppress(DeadlineError, UnavailableError):
                 await client.clock(paused_s=paused_s, wall_s=self._services.clock.wall_s())
         except DsecError as error:
