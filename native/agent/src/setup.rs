@@ -10,6 +10,7 @@ use std::path::Path;
 use dsec_protocol::codec::decode;
 use dsec_protocol::opening::AgentConfig;
 use dsec_sys::errno::errno_name;
+use dsec_sys::identity;
 use dsec_sys::pipes::inherited;
 use dsec_sys::process::{become_subreaper, raise_open_files, set_umask};
 use dsec_sys::rights;
@@ -61,6 +62,12 @@ pub fn read_setup() -> Result<Setup, AgentError> {
         become_subreaper().map_err(AgentError::at("becoming a subreaper"))?;
     }
     let own = find_own(&config)?;
+    if is_init && own.may_switch() {
+        // A process whose six ids are all the same can be given other limits by whoever takes that id, and root of a
+        // sandbox can take any.
+        identity::set_group_ids(None, None, Some(own.gid.wrapping_sub(1)))
+            .map_err(AgentError::at("setting the saved group id"))?;
+    }
     Ok(Setup {
         listener,
         work,

@@ -1,0 +1,274 @@
+"""Commands in real containers: floods, trees that are to be killed, leaders that leave children, users, terminals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from dsec.core.errors import DsecError
+from dsec.core.limits import MIB
+from dsec.sdk.client import AsyncClient
+from dsec.sdk.sandbox import AsyncSandbox
+from dsec.testing.waiting import eventually
+from tests.system.container_place import ENVIRONMENT, Place, private_place, served
+
+pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def node(small_store: Path) -> AsyncIterator[tuple[Place, AsyncClient]]:
+    with private_place(small_store) as place:
+        async with served(place) as (_, client):
+            yield place, client
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sandbox(node: tuple[Place, AsyncClient]) -> AsyncIterator[AsyncSandbox]:
+    async with await node[1].create(ENVIRONMENT, memory="256MiB", pids=128) as sandbox:
+        yield sandbox
+
+
+async def processes(sandbox: AsyncSandbox) -> list[str]:
+    """Names of what runs inside, besides the agent and those who look."""
+    shown = (await sandbox.exec(["ps", "-A", "-o", "comm="])).stdout.split()
+    return [name for name in shown if name not in ("ps", "memfd:dsec-agen", "dsec-agent")]
+
+
+# ---- output --------------------------------------------------------------------------------------
+
+
+async def test_a_flood_is_recorded_within_its_budget_and_the_gap_is_said(sandbox: AsyncSandbox) -> None:
+    budget = 1 * MIB
+    before = _resident_bytes()
+
+    process = await sandbox.start("yes 0123456789abcde | head -c 220000000; echo tail", record_bytes_max=budget)
+    peak, until = 0, time.monotonic() + 100
+    while (await process.info()).state == "running":
+        peak = max(peak, _resident_bytes())
+        assert time.monotonic() < until
+        await asyncio.sleep(0.05)
+    info = await process.info()
+    sandbox_again = await (await sandbox.attach(process.id)).wait(20)
+
+    assert info.out_bytes == 220_000_005
+    kept = sandbox_again.stdout_bytes
+    assert len(kept) <= budget
+    assert kept.startswith(b"0123456789abcde\n" * 100)
+    assert kept.endswith(b"0123456789abcde\ntail\n")
+    assert sandbox_again.truncated
+    assert sum(gap.end - gap.start for gap in info.gaps) == info.out_bytes - len(kept)
+    assert peak - before < 64 * MIB
+
+
+async def test_output_above_its_bound_kills_the_command(sandbox: AsyncSandbox) -> None:
+    result = await sandbox.exec("yes", output_bytes_max=100_000, timeout_s=60)
+
+    assert result.cause == "output_budget"
+    assert 100_000 < len(result.stdout_bytes) <= 100_000 + MIB
+    assert await processes(sandbox) == []
+
+
+async def test_binary_output_and_input_pass_unchanged(sandbox: AsyncSandbox) -> None:
+    data = bytes(range(256)) * 20_000
+
+    result = await sandbox.exec("cat", stdin=data)
+
+    assert result.stdout_bytes == data
+
+
+# ---- ends ----------------------------------------------------------------------------------------
+
+_DAEMONS = """
+import os, signal, sys, time
+for _ in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.chdir("/")
+            for fd in range(3): os.close(fd)
+            time.sleep(600)
+        os._exit(0)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+async def test_a_timeout_kills_a_tree_with_daemons_that_ignore_terms(sandbox: AsyncSandbox) -> None:
+    result = await sandbox.exec(["python3", "-c", _DAEMONS], timeout_s=1.5, grace_s=0.2)
+
+    assert (result.timed_out, result.signal, result.stdout) == (True, 9, "ready\n")
+    await eventually(lambda: _is_empty(sandbox))
+
+
+async def _is_empty(sandbox: AsyncSandbox) -> bool:
+    return not await processes(sandbox)
+
+
+async def test_a_command_that_obeys_gets_its_grace(sandbox: AsyncSandbox) -> None:
+    result = await sandbox.exec("trap 'echo bye; exit 4' TERM; sleep 600 & wait", timeout_s=0.5, grace_s=20)
+
+    assert (result.timed_out, result.stdout) == (True, "bye\n")
+    assert (result.usage.wall_s or 0) < 15
+
+
+async def test_kill_ends_all_that_a_command_has_started(sandbox: AsyncSandbox) -> None:
+    process = await sandbox.start(["python3", "-c", _DAEMONS])
+    await eventually(lambda: _says(process, 6))
+
+    await process.kill()
+
+    result = await process.wait(20)
+    assert (result.signal, result.cause) == (9, "killed")
+    await eventually(lambda: _is_empty(sandbox))
+
+
+async def _says(process: object, count: int) -> bool:
+    return (await process.info()).out_bytes >= count  # type: ignore[attr-defined]
+
+
+async def test_an_exec_ends_with_its_leader_and_not_with_who_holds_the_pipe(sandbox: AsyncSandbox) -> None:
+    started = time.monotonic()
+
+    result = await sandbox.exec("sleep 600 & echo leader; exit 3")
+
+    assert (result.exit_code, result.stdout) == (3, "leader\n")
+    assert time.monotonic() - started < 5
+    assert "sleep" in await processes(sandbox)  # it lives on until asked otherwise
+
+
+async def test_what_is_written_just_before_the_end_is_not_lost(sandbox: AsyncSandbox) -> None:
+    for _ in range(20):
+        result = await sandbox.exec("head -c 300000 /dev/zero; echo end >&2; exit 1")
+        assert (len(result.stdout_bytes), result.stderr, result.exit_code) == (300_000, "end\n", 1)
+
+
+async def test_fifty_commands_at_once_keep_apart(sandbox: AsyncSandbox) -> None:
+    async def one(number: int) -> None:
+        result = await sandbox.exec(f"echo {number}; sleep 0.0{number % 10}; echo {number} >&2; exit {number}")
+        assert (result.stdout, result.stderr, result.exit_code) == (f"{number}\n", f"{number}\n", number)
+
+    await asyncio.gather(*(one(number) for number in range(50)))
+
+
+# ---- who and how ---------------------------------------------------------------------------------
+
+
+async def test_users_by_name_and_number_with_their_groups(sandbox: AsyncSandbox) -> None:
+    for user, shown in (
+        (None, "0:0:0:/root"),
+        ("user", "1000:1000:1000 50:/home"),
+        ("1000", "1000:1000:1000 50:/home"),
+        ("user:staff", "1000:50:50:/home"),
+        ("4242:4343", "4242:4343:4343:"),
+    ):
+        result = await sandbox.exec('echo "$(id -u):$(id -g):$(id -G):$HOME"', user=user)
+        got = result.stdout.strip().split(":")
+        assert got[:2] == shown.split(":")[:2], (user, result.stderr)
+        assert sorted(got[2].split()) == sorted(shown.split(":")[2].split()), user
+    with pytest.raises(DsecError, match="no user"):
+        await sandbox.exec("true", user="nobody-here")
+
+
+async def test_a_user_reads_and_kills_nothing_of_root(sandbox: AsyncSandbox) -> None:
+    await sandbox.files.write("/root/secret", b"secret")
+    await sandbox.files.chmod("/root/secret", 0o600)
+    await sandbox.start("exec sleep 666")
+
+    result = await sandbox.exec("cat /root/secret; kill -9 -1; kill -9 1; echo x > /etc/passwd", user="user")
+
+    assert result.stdout == ""
+    assert "sleep" in await processes(sandbox)
+    assert (await sandbox.exec("head -1 /etc/passwd")).stdout.startswith("root:")
+
+
+async def test_limits_of_a_command_hold_and_those_above_the_host_are_refused(sandbox: AsyncSandbox) -> None:
+    result = await sandbox.exec("ulimit -n; ulimit -t", rlimits={"nofile": 64, "cpu": 7})
+    assert result.stdout.split() == ["64", "7"]
+
+    burnt = await sandbox.exec("while :; do :; done", rlimits={"cpu": 1}, timeout_s=60)
+    assert burnt.signal in (9, 24)
+    with pytest.raises(DsecError):
+        await sandbox.exec("true", rlimits={"nofile": 1 << 40})
+
+
+async def test_a_session_keeps_directory_variables_and_functions(sandbox: AsyncSandbox) -> None:
+    session = sandbox.session("work")
+
+    await session.exec("cd /tmp; X=1; export Y=2; f() { echo f$X; }")
+    result = await session.exec('pwd; f; echo "$X$Y"; sh -c \'echo "$X$Y"\'; exit_code() { return 7; }; exit_code')
+
+    assert (result.stdout, result.exit_code) == ("/tmp\nf1\n12\n2\n", 7)
+    other = await sandbox.session("other").exec('echo "$X"')
+    assert other.stdout == "\n"
+    last = await session.exec("exit 9")
+    assert (last.exit_code, last.session_ended) == (9, True)
+
+
+async def test_a_session_survives_a_command_that_is_killed_for_its_time(sandbox: AsyncSandbox) -> None:
+    session = sandbox.session("timed")
+    await session.exec("cd /tmp; KEPT=1")
+
+    slow = await session.exec("sleep 600", timeout_s=0.5, grace_s=0.5)
+
+    assert slow.timed_out
+    result = await session.exec('echo "$KEPT"; pwd')
+    assert result.stdout == "1\n/tmp\n"
+
+
+async def test_a_terminal_is_one(sandbox: AsyncSandbox) -> None:
+    async with await sandbox.pty("stty size; [ -t 0 ] && echo yes; read line; echo got $line", cols=91, rows=33) as pty:
+        shown = b""
+        await pty.write("hello\n")
+        async with asyncio.timeout(20):
+            while data := await pty.read():
+                shown += data
+
+        assert b"33 91\r\n" in shown
+        assert b"yes\r\n" in shown
+        assert b"got hello\r\n" in shown
+
+
+async def test_a_terminal_that_is_resized_tells_its_program(sandbox: AsyncSandbox) -> None:
+    script = "trap 'stty size; exit' WINCH; echo ready; while :; do sleep 0.05; done"
+    async with await sandbox.pty(script) as pty:
+        shown = b""
+        async with asyncio.timeout(20):
+            while b"ready" not in shown:
+                shown += await pty.read()
+            await pty.resize(132, 50)
+            while data := await pty.read():
+                shown += data
+
+        assert b"50 132" in shown
+
+
+async def test_a_connection_reaches_a_port_inside_and_nothing_outside(sandbox: AsyncSandbox) -> None:
+    server = """
+import socket
+listener = socket.create_server(("127.0.0.1", 8000))
+print("up", flush=True)
+link, _ = listener.accept()
+link.sendall(link.recv(99)[::-1])
+"""
+    process = await sandbox.start(["python3", "-c", server])
+    await eventually(lambda: _says(process, 3))
+
+    connection = await sandbox.connect_port(8000)
+    await connection.write(b"abc")
+    assert await connection.read() == b"cba"
+    await connection.close()
+
+    with pytest.raises(DsecError):
+        await sandbox.connect_port(8001)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
