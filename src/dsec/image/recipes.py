@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-RECIPE_VERSION: Final = 1  # raised when the same request leads to another tree; part of every build key
+RECIPE_VERSION: Final = 2  # raised when the same request leads to another tree; part of every build key
 
 BASE_NAME: Final = "base"
 BASE_PACKAGES: Final = (
@@ -29,7 +29,6 @@ DEBIAN_ENV: Final = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LANG": "C.UTF-8",
 }
-DEBIAN_WORKDIR: Final = "/root"
 
 # Nobody reads manuals in a sandbox, and they are a fifth of the files. Licences stay: they must.
 DPKG_OPTIONS: Final = (

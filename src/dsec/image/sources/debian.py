@@ -15,7 +15,7 @@ from typing import Final
 from dsec.core.errors import CapacityError, DsecError, HostError, InvalidArgumentError, UnsupportedError
 from dsec.core.limits import BUILD_LOG_LINE_BYTES_MAX
 from dsec.image.environments import ImageConfig
-from dsec.image.recipes import DEBIAN_ENV, DEBIAN_WORKDIR, DPKG_OPTIONS, RECIPE_VERSION
+from dsec.image.recipes import DEBIAN_ENV, DPKG_OPTIONS, RECIPE_VERSION
 from dsec.image.sources import directory
 from dsec.image.sources.apt import AptSource, host_sources, host_suite, proxy_settings
 from dsec.image.stage import Attributes, Stage
@@ -33,7 +33,8 @@ _RESIDUE: Final = (
     b"var/cache/ldconfig/aux-cache",
 )
 
-CONFIG: Final = ImageConfig(env=dict(DEBIAN_ENV), workdir=DEBIAN_WORKDIR)
+# No working directory: each command begins in the home of the user that it runs as.
+CONFIG: Final = ImageConfig(env=dict(DEBIAN_ENV))
 
 
 def build_key(source: DebianSource) -> str:
