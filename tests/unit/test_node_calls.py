@@ -22,10 +22,13 @@ from dsec.wire.codec import unpack
 from dsec.wire.environments import (
     BuildEvent,
     BuildRequest,
+    DebianSource,
     DirectorySource,
     EnvironmentInfo,
     EnvironmentPage,
     EnvironmentRef,
+    OciSource,
+    TarSource,
 )
 from dsec.wire.node import (
     Done,
@@ -90,8 +93,20 @@ async def test_expired_credentials_and_missing_rights_are_typed_errors(client: N
     await reader.of(caller_of(rights=frozenset())).call(Method.HEALTH, Nothing(), records.Health)
 
 
+async def test_only_a_caller_on_the_node_may_name_its_files(client: NodeClient) -> None:
+    remote = client.of(caller_of(rights=frozenset({Right.ADMIN})))
+
+    for source in (DirectorySource(path="/etc"), TarSource(path="/x.tar"), OciSource(path="/x")):
+        async with remote.stream(Method.ENVIRONMENT_BUILD, BuildRequest(name="stolen", source=source)) as stream:
+            with pytest.raises(ForbiddenError, match="its own socket"):
+                await stream.all()
+    packages = BuildRequest(name="packages", source=DebianSource(packages=("bash",)))
+    async with remote.stream(Method.ENVIRONMENT_BUILD, packages) as stream:
+        assert unpack((await stream.all())[-1].body, EnvironmentInfo).name == "packages"
+
+
 async def test_environments_are_listed_built_and_removed(client: NodeClient) -> None:
-    admin = client.of(caller_of(rights=frozenset({Right.ADMIN})))
+    admin = client.of(msgspec.structs.replace(caller_of(rights=frozenset({Right.ADMIN})), local=True))
     request = BuildRequest(name="more", source=DirectorySource(path="/nowhere"))
 
     async with admin.stream(Method.ENVIRONMENT_BUILD, request) as stream:

@@ -27,6 +27,8 @@ ROOM = Room(
     sandboxes_max=10,
     memory_promised_bytes=2 * GIB,
     memory_total_bytes=4 * GIB,
+    memory_available_bytes=GIB,
+    memory_available_bytes_min=0,
     memory_overcommit=1.0,
     disk_free_bytes=20 * GIB,
     disk_free_bytes_min=1 * GIB,
@@ -57,9 +59,10 @@ def test_memory_is_admitted_up_to_the_last_byte() -> None:
         replaced(sandboxes=10),
         replaced(memory_promised_bytes=4 * GIB),
         replaced(disk_free_bytes=GIB - 1),
+        replaced(memory_available_bytes=GIB - 1, memory_available_bytes_min=GIB),
         replaced(closing=True),
     ],
-    ids=["count", "memory", "disk", "closing"],
+    ids=["count", "memory", "disk", "memory left", "closing"],
 )
 def test_what_does_not_fit_is_refused_with_when_to_try_again(room: Room) -> None:
     refused = refusal(FAKE_SPEC, room)

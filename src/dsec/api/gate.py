@@ -49,4 +49,5 @@ def caller_of(principal: Principal) -> Caller:
         project=principal.project,
         rights=principal.rights,
         expires_at=principal.expires_at,
+        local=principal.local,
     )

@@ -66,6 +66,7 @@ LOWERS_MAX: Final = 64  # layers below one overlay; each is a descriptor in the 
 SANDBOXES_PER_NODE_MAX: Final = 4_000  # id ranges of one host: 4,096 slots, a margin kept
 TOMBSTONE_TTL_S: Final = 86_400.0  # a day; how long the end of a sandbox can be asked for
 TOMBSTONES_MAX: Final = 100_000  # rows in the journal of a node; the oldest go first
+MEMORY_AVAILABLE_BYTES_MIN: Final = 512 * MIB  # below it the node refuses creates: what runs may still grow
 DISK_FREE_BYTES_MIN: Final = 1 * GIB  # below it the node refuses creates (ruling 17)
 IDEMPOTENCY_TTL_S: Final = 86_400.0  # a day; how long a create may be asked for again under its key
 IDEMPOTENCY_KEYS_MAX: Final = 200_000  # rows in the journal of a node; the oldest go first

@@ -37,4 +37,4 @@ def local_principal(peer: Peer, *, own_uid: int | None = None) -> Principal:
         raise ForbiddenError(
             f"uid {peer.uid} may not use this socket", hint="ask the administrator for a token and set DSEC_TOKEN"
         )
-    return Principal(f"uid:{peer.uid}", project=ROOT, rights=ALL_RIGHTS)
+    return Principal(f"uid:{peer.uid}", project=ROOT, rights=ALL_RIGHTS, local=True)

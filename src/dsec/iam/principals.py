@@ -28,6 +28,7 @@ class Principal:
     project: str = ROOT
     rights: frozenset[str] = frozenset()
     expires_at: float | None = None
+    local: bool = False  # known by the uid at the other end of the local socket, not by a token
 
 
 def closed_rights(rights: Iterable[str]) -> frozenset[str]:

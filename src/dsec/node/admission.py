@@ -21,6 +21,8 @@ class Room:
     memory_promised_bytes: int
     memory_total_bytes: int
     memory_overcommit: float
+    memory_available_bytes: int
+    memory_available_bytes_min: int
     disk_free_bytes: int
     disk_free_bytes_min: int
     closing: bool = False
@@ -42,6 +44,13 @@ def refusal(spec: SandboxSpec, room: Room) -> CapacityError | None:
             f"{format_size(room.memory_promised_bytes)} of memory are promised; with {format_size(spec.memory_bytes)} "
             f"more it would be above {format_size(memory_max)}",
             hint="ask for less memory, destroy sandboxes, or raise memory_overcommit",
+            retry_after_s=RETRY_SOON_S,
+        )
+    if room.memory_available_bytes < room.memory_available_bytes_min:
+        return CapacityError(
+            f"the node has {format_size(room.memory_available_bytes)} of memory left, and "
+            f"{format_size(room.memory_available_bytes_min)} are kept for what runs already",
+            hint="pause or destroy sandboxes on that node",
             retry_after_s=RETRY_SOON_S,
         )
     if room.disk_free_bytes < room.disk_free_bytes_min:

@@ -18,7 +18,10 @@ class NodeConfig:
     run_dir: Path
     substrates: frozenset[Substrate] = field(default_factory=lambda: frozenset({Substrate.CONTAINER}))
     sandboxes_max: int = limits.SANDBOXES_PER_NODE_MAX
-    memory_overcommit: float = 4.0  # promised memory over the machine's: idle sandboxes use little of their limit
+    # Promised memory over the machine's. Most sandboxes wait for a model and use little of their limit; what is really
+    # left is looked at as well.
+    memory_overcommit: float = 10.0
+    memory_available_bytes_min: int = limits.MEMORY_AVAILABLE_BYTES_MIN
     disk_free_bytes_min: int = limits.DISK_FREE_BYTES_MIN
     records_bytes_max: int = limits.RECORDS_BYTES_MAX  # output kept of one sandbox, over all its execs
     pause_deadline_s: float = 10.0
@@ -31,6 +34,7 @@ class NodeConfig:
         if not 0.1 <= self.memory_overcommit <= 1_000:
             raise InvalidArgumentError("memory_overcommit must be between 0.1 and 1000")
         for what, number in (
+            ("memory_available_bytes_min", self.memory_available_bytes_min),
             ("disk_free_bytes_min", self.disk_free_bytes_min),
             ("records_bytes_max", self.records_bytes_max),
         ):

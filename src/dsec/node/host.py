@@ -18,3 +18,15 @@ def boot_id() -> str:
 
 def memory_total_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_available_bytes() -> int:
+    """What could be used without pushing anything out (MemAvailable, proc_meminfo(5)). Raises HostError."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError as error:
+        raise HostError("the machine's free memory cannot be read", hint="is /proc mounted?") from error
+    for line in text.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise HostError("/proc/meminfo does not say how much memory is available")

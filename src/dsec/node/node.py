@@ -22,7 +22,7 @@ from dsec.node.config import NodeConfig
 from dsec.node.creation import Creation
 from dsec.node.environments import Environments
 from dsec.node.expiry import expire
-from dsec.node.host import boot_id, memory_total_bytes
+from dsec.node.host import boot_id, memory_available_bytes, memory_total_bytes
 from dsec.node.journal import Journal
 from dsec.node.reaper import Reaper
 from dsec.node.registry import Registry
@@ -203,6 +203,8 @@ class Node:
             memory_promised_bytes=self.registry.memory_promised_bytes,
             memory_total_bytes=memory_total_bytes(),
             memory_overcommit=config.memory_overcommit,
+            memory_available_bytes=memory_available_bytes(),
+            memory_available_bytes_min=config.memory_available_bytes_min,
             disk_free_bytes=free_bytes(config.state_dir),
             disk_free_bytes_min=config.disk_free_bytes_min,
             closing=self._closed,

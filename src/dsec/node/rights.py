@@ -6,6 +6,7 @@ from typing import Final
 
 from dsec.core.clock import Clock
 from dsec.core.errors import AuthError, ForbiddenError
+from dsec.wire.environments import BuildRequest, DebianSource
 from dsec.wire.node import Caller, Method, Right
 
 _READ: Final = (
@@ -35,6 +36,15 @@ def check_rights(caller: Caller, method: Method, clock: Clock) -> None:
     need = REQUIRED[method]
     if need is not None and need not in caller.rights and Right.ADMIN not in caller.rights:
         raise ForbiddenError(f"{method} needs the right to {need}", hint="ask for a token with that right")
+
+
+def check_source(request: BuildRequest, caller: Caller) -> None:
+    """The node reads sources as root: only who is on the node may name its files. Raises ForbiddenError."""
+    if not caller.local and not isinstance(request.source, DebianSource):
+        raise ForbiddenError(
+            "environments from files of the node can be built only over its own socket",
+            hint="run `dsec env build` on the node, without DSEC_URL and DSEC_TOKEN",
+        )
 
 
 def project_seen(caller: Caller) -> str | None:

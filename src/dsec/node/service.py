@@ -27,7 +27,7 @@ from dsec.node.execs import NodeExec
 from dsec.node.files import call_agent, decode_args, session_info, session_open
 from dsec.node.listing import list_sandboxes
 from dsec.node.node import Node
-from dsec.node.rights import check_rights, project_seen
+from dsec.node.rights import check_rights, check_source, project_seen
 from dsec.node.supervisor import Supervisor
 from dsec.observe.context import ids
 from dsec.observe.logs import get_logger
@@ -316,6 +316,7 @@ class Service:
         return Done()
 
     async def _environment_build(self, request: BuildRequest, caller: Caller, stream: Stream) -> None:
+        check_source(request, caller)
         await streams.send_build(self._node.environments.build(request), stream)
 
     async def _doctor(self, request: wire.Nothing, caller: Caller, _: str | None) -> records.DoctorReport:

@@ -66,7 +66,8 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     substrates: tuple[Substrate, ...] = (Substrate.CONTAINER,)
     sandboxes_max: int = limits.SANDBOXES_PER_NODE_MAX
-    memory_overcommit: float = 4.0
+    memory_overcommit: float = 10.0
+    memory_available_bytes_min: int | str = limits.MEMORY_AVAILABLE_BYTES_MIN
     disk_free_bytes_min: int | str = limits.DISK_FREE_BYTES_MIN
     records_bytes_max: int | str = limits.RECORDS_BYTES_MAX
     pause_deadline_s: float = 10.0
@@ -83,6 +84,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             substrates=frozenset(self.substrates),
             sandboxes_max=self.sandboxes_max,
             memory_overcommit=self.memory_overcommit,
+            memory_available_bytes_min=parse_size(self.memory_available_bytes_min, "memory_available_bytes_min"),
             disk_free_bytes_min=parse_size(self.disk_free_bytes_min, "disk_free_bytes_min"),
             records_bytes_max=parse_size(self.records_bytes_max, "records_bytes_max"),
             pause_deadline_s=self.pause_deadline_s,

@@ -28,6 +28,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     project: str  # path such as "/team/run-7"; a caller also reaches sub-projects of its own
     rights: frozenset[str] = frozenset()
     expires_at: float | None = None
+    local: bool = False  # came by the node's own socket, so it may name files of the node
 
 
 class Method(enum.StrEnum):

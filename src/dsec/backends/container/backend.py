@@ -10,6 +10,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dsec.backends.base import Capabilities, InstanceSpec, Intend, Layer, Probe
 from dsec.backends.container.config import ContainerConfig
 from dsec.backends.container.instance import ContainerInstance
@@ -21,7 +23,7 @@ from dsec.core.errors import DeadlineError, DsecError, GoneError, HostError, Lau
 from dsec.core.ids import NodeId, SandboxId, new_node_id, new_sandbox_id
 from dsec.core.spec import Environment, NetworkMode, SandboxSpec, Substrate
 from dsec.core.states import EndCause
-from dsec.density.cgroups import CgroupHost, detect, prepare_parent
+from dsec.density.cgroups import CgroupHost, detect, prepare_parent, remove_parent
 from dsec.security import syscalls
 from dsec.security.idranges import IdRanges
 from dsec.wire.launch import (
@@ -32,6 +34,7 @@ from dsec.wire.launch import (
     LaunchPlan,
     LayerMount,
     LayerRef,
+    Listed,
 )
 from dsec.wire.node import Done
 
@@ -155,17 +158,7 @@ class ContainerBackend:
 
     def _watch(self, record: ContainerRecord, launched: Launched) -> ContainerInstance:
         """Raises ProcessLookupError if the agent has ended meanwhile."""
-        complete = ContainerRecord(
-            sandbox=record.sandbox,
-            boot_id=record.boot_id,
-            id_base=record.id_base,
-            directory=record.directory,
-            socket=record.socket,
-            cgroup2=record.cgroup2,
-            cgroup1=record.cgroup1,
-            pid=launched.pid,
-            start_ticks=launched.start_ticks,
-        )
+        complete = msgspec.structs.replace(record, pid=launched.pid, start_ticks=launched.start_ticks)
         instance = ContainerInstance(self, complete, os.pidfd_open(launched.pid))
         self._instances[record.sandbox] = instance
         return instance
@@ -178,7 +171,7 @@ class ContainerBackend:
         if known.boot_id != self._boot_id:
             raise GoneError(f"{id} ended when the node was rebooted", detail={"cause": EndCause.NODE_REBOOTED.value})
         if not known.pid:
-            raise GoneError(f"{id} was never started", detail={"cause": EndCause.LAUNCH_FAILED.value})
+            known = await self._started(known)
         try:
             pidfd = os.pidfd_open(known.pid)
         except ProcessLookupError as error:
@@ -195,6 +188,14 @@ class ContainerBackend:
         instance = ContainerInstance(self, known, pidfd)
         self._instances[known.sandbox] = instance
         return instance
+
+    async def _started(self, intent: ContainerRecord) -> ContainerRecord:
+        """A node that was killed between launch and journal left only its intent: the launcher knows the rest."""
+        listed = await self.launcher.request(LaunchOp.LIST, {}, Listed)
+        for one in listed.sandboxes:
+            if one.sandbox == intent.sandbox:
+                return msgspec.structs.replace(intent, pid=one.pid, start_ticks=one.start_ticks)
+        raise GoneError(f"{intent.sandbox} was never started", detail={"cause": EndCause.LAUNCH_FAILED.value})
 
     async def discard(self, id: SandboxId, record: bytes) -> None:
         await self._open()
@@ -235,6 +236,8 @@ class ContainerBackend:
         if self._launcher is not None:
             await self._launcher.close()
         self._ids.close()
+        if self._facts is not None:
+            remove_parent(self._host, self._facts.cgroup_parent)  # stays while sandboxes run on
 
     def _clean_later(self, work: Coroutine[Any, Any, None]) -> None:
         """Clean-up that a cancelled caller must not cut short; `close` waits for it."""
