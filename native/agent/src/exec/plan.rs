@@ -102,6 +102,9 @@ fn argument_bytes(args: &ExecArgs) -> usize {
     env + argv + args.shell.as_ref().map_or(0, Vec::len)
 }
 
+/// Of a program or directory in an error.
+const SHOWN_CHARS_MAX: usize = 200;
+
 /// The account a command runs as: asked for, configured, root, or who we are where we cannot be anybody else.
 pub fn find_account(
     config: &AgentConfig,
@@ -175,7 +178,7 @@ pub fn shell_path() -> Vec<u8> {
 }
 
 /// What a start that failed is called on the wire.
-pub fn refuse_launch(failure: &LaunchFailure) -> Refusal {
+pub fn refuse_launch(failure: &LaunchFailure, command: &Command) -> Refusal {
     let error = &failure.error;
     let number = error.raw_os_error().unwrap_or(0);
     let code = match (failure.step, number) {
@@ -188,7 +191,17 @@ pub fn refuse_launch(failure: &LaunchFailure) -> Refusal {
         (Step::Limits, _) => "rlimit_refused",
         _ => "spawn_failed",
     };
-    Refusal::system(code, format_args!("step {:?}", failure.step), error)
+    let shown = |what: Option<&CString>| {
+        let text = String::from_utf8_lossy(what.map_or(b"", |text| text.to_bytes())).into_owned();
+        text.chars().take(SHOWN_CHARS_MAX).collect::<String>()
+    };
+    let what = match failure.step {
+        Step::Execute => format!("cannot run {:?}", shown(command.argv.first())),
+        Step::Directory => format!("cannot enter {:?}", shown(command.directories.first())),
+        Step::Limits => "cannot set the limits asked for".to_owned(),
+        step => format!("cannot start a process: step {step:?}"),
+    };
+    Refusal::system(code, what, error)
 }
 
 fn become_account(config: &AgentConfig, own: &Own, account: &Account) -> Option<Become> {

@@ -102,7 +102,8 @@ impl Agent {
     ) -> Result<(i32, Option<ExecCgroup>), Refusal> {
         let Some(work) = &mut self.work else {
             command.subreaper = true;
-            let pid = launch(command, self.own.permitted).map_err(|f| refuse_launch(&f))?;
+            let pid =
+                launch(command, self.own.permitted).map_err(|f| refuse_launch(&f, command))?;
             return Ok((pid, None));
         };
         let (cgroup, directory) = work
@@ -115,7 +116,7 @@ impl Agent {
                 if let Some(work) = &mut self.work {
                     work.remove(cgroup);
                 }
-                Err(refuse_launch(&failure))
+                Err(refuse_launch(&failure, command))
             }
         }
     }
