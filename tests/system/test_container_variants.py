@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from dsec.core.errors import DsecError, LaunchError
+from dsec.core.errors import ConflictError, DsecError, LaunchError
 from dsec.core.spec import Environment
 from dsec.sdk.client import AsyncClient
 from dsec.wire.environments import DirectorySource
@@ -219,6 +219,29 @@ async def test_an_image_that_cannot_be_one_is_refused_with_the_step_and_leaves_n
 def _files_of_the_host() -> dict[str, bytes]:
     paths = ("/etc/hosts", "/etc/hostname", "/etc/passwd", "/etc/resolv.conf")
     return {path: Path(path).read_bytes() for path in paths if Path(path).exists()}
+
+
+async def test_a_removed_environment_holds_no_room_on_the_disk(node: tuple[Place, AsyncClient], root: Path) -> None:
+    place, client = node
+    (root / "unique").write_text(os.urandom(8).hex())
+    name = await build(client, root)
+    (digest,) = (await client.environments.get(name)).layers
+    async with await client.create(name):
+        assert digest in _mounted(place)
+        with pytest.raises(ConflictError):
+            await client.environments.remove(name)
+        assert digest in _mounted(place)
+
+    await client.environments.remove(name)
+
+    assert digest not in _mounted(place)
+    again = await build(client, root)
+    async with await client.create(again) as sandbox:
+        assert (await sandbox.exec("echo works")).stdout == "works\n"
+
+
+def _mounted(place: Place) -> str:
+    return Path(f"/proc/{place.launcher_pid()}/mountinfo").read_text()
 
 
 async def test_layers_of_an_environment_are_stacked(node: tuple[Place, AsyncClient], tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -150,6 +150,13 @@ class Backend(Protocol):
 
     async def discard(self, id: SandboxId, record: bytes) -> None:
         """Remove whatever of a recorded instance is on the host, running or half made. Idempotent."""
+        ...
+
+    async def keep_layers(self, digests: Collection[str]) -> None:
+        """Let go of every layer that is not among these, so that the room of its removed files is free again.
+
+        An instance that uses one goes on. Raises UnavailableError or HostError, and then some are kept.
+        """
         ...
 
     async def close(self) -> None:

@@ -210,6 +210,19 @@ class Node:
             closing=self._closed,
         )
 
+    async def let_layers_go(self) -> None:
+        """Backends keep layers for the next sandbox; those of no environment hold their room on the disk.
+
+        What cannot be let go now is at the next start.
+        """
+        named = {digest for info in await self.environments.list() for digest in info.layers}
+        live = {digest for sandbox in self.registry for digest in sandbox.row.layers}
+        for backend in self.backends.values():
+            try:
+                await backend.keep_layers(named | live)
+            except DsecError as error:
+                log.warning("layers of removed environments are still mounted", error=str(error))
+
     # -- inside ------------------------------------------------------------------------------------
 
     def _has_room_for_records(self) -> bool:
@@ -229,6 +242,7 @@ class Node:
         live = {digest for sandbox in self.registry for digest in sandbox.row.layers}
         try:
             await self.environments.tidy(live=live)
+            await self.let_layers_go()
         except DsecError as error:
             log.warning("the environments could not be tidied up", error=str(error))
 

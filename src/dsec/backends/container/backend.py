@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import resource
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -217,15 +217,15 @@ class ContainerBackend:
         self.launcher.forget(record.sandbox)
         self._ids.give_back(record.id_base)
 
-    async def drop_layer(self, digest: str) -> None:
-        """Unmount a layer that no sandbox uses, so that its files can go. Raises HostError while one does."""
-        if digest not in self._registered:
-            return
-        try:
-            await self.launcher.request(LaunchOp.LAYER_UNMOUNT, LayerRef(digest), Done)
-        except LauncherRefusal as refusal:
-            raise HostError(f"layer {digest} is in use: {refusal}", outcome=Outcome.UNCHANGED) from refusal
-        self._registered.discard(digest)
+    async def keep_layers(self, digests: Collection[str]) -> None:
+        if not (self._config.run_dir / "launch.sock").exists():
+            return  # no launcher has ever mounted one
+        await self._open()
+        for digest in set((await self.launcher.request(LaunchOp.LIST, {}, Listed)).layers) - set(digests):
+            # A launch that comes in between is told that there is no such layer, and registers it again.
+            self._registered.discard(digest)
+            with contextlib.suppress(LauncherRefusal):
+                await self.launcher.request(LaunchOp.LAYER_UNMOUNT, LayerRef(digest), Done)
 
     async def close(self) -> None:
         if self._cleaning:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 import msgspec
 
@@ -77,6 +78,9 @@ class FakeBackend:
         sandbox = self._recorded(id, record)
         if sandbox is not None or id not in self.host.sandboxes:  # another of that id is left alone
             await destroy_on(self.host, id, sandbox)
+
+    async def keep_layers(self, digests: Collection[str]) -> None:
+        """Instances here have no layers."""
 
     async def close(self) -> None:
         """Nothing is held here: instances run on at the host."""
