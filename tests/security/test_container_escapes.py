@@ -27,7 +27,7 @@ from tests.system.container_place import ENVIRONMENT, Place, private_place, serv
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
 
-_SCRIPT = Path(container_probes.__file__).read_bytes()
+_PROGRAM = Path(container_probes.__file__).parent
 _EVERY_CAPABILITY = (1 << 41) - 1
 
 
@@ -44,9 +44,9 @@ class Attacked:
     async def attack(self, *names: str) -> dict[str, dict[str, str]]:
         sandbox = await self.client.create(ENVIRONMENT, memory="512MiB", pids=256)
         try:
-            await sandbox.files.write("/root/probes.py", _SCRIPT)
-            command = ["python3", "/root/probes.py", *names]
-            result = await sandbox.exec(command, stdin=json.dumps(self.facts), timeout_s=100)
+            await sandbox.upload(_PROGRAM, "/probes/container_probes")
+            command = ["python3", "-m", "container_probes", *names]
+            result = await sandbox.exec(command, cwd="/probes", stdin=json.dumps(self.facts), timeout_s=100)
             assert result.exit_code == 0, result.stderr
             verdicts: dict[str, dict[str, str]] = json.loads(result.stdout)
             return verdicts
