@@ -175,11 +175,11 @@ def test_a_stream_that_cannot_be_written_does_not_fail_the_caller() -> None:
 def test_lines_of_libraries_go_the_same_way(out: io.StringIO) -> None:
     configure_logs(stream=out)
 
-    logging.getLogger("uvicorn.error").warning("listening on %s\n%s", "here", "forged")
-    logging.getLogger("uvicorn.error").debug("not shown")
+    logging.getLogger("library.part").warning("listening on %s\n%s", "here", "forged")
+    logging.getLogger("library.part").debug("not shown")
 
     (line,) = lines_of(out)
-    assert (line["event"], line["level"], line["part"]) == (r"listening on here\nforged", "warning", "uvicorn.error")
+    assert (line["event"], line["level"], line["part"]) == (r"listening on here\nforged", "warning", "library.part")
 
 
 def test_ids_are_in_every_line_of_their_block_only(out: io.StringIO) -> None:

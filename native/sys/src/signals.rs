@@ -54,12 +54,28 @@ pub fn read_signals(fd: &impl AsRawFd) -> Vec<i32> {
 }
 
 /// Every signal to its default, so that commands inherit nothing odd from whoever started us; SIGPIPE is ignored.
+///
+/// By the system call itself: the C library refuses to touch the two signals that it keeps for its threads, and those
+/// too can be inherited as ignored.
 pub fn default_dispositions() {
-    // SAFETY: SIG_DFL and SIG_IGN are valid dispositions; errors (KILL, STOP, the C library's own) are of no account.
+    for signal in 1..=HIGHEST {
+        set_disposition(signal, libc::SIG_DFL);
+    }
+    set_disposition(libc::SIGPIPE, libc::SIG_IGN);
+}
+
+fn set_disposition(signal: i32, handler: libc::sighandler_t) {
+    // struct sigaction of the kernel on x86-64 (not the C library's): handler, flags, restorer, mask of 64 bits.
+    let action: [u64; 4] = [handler as u64, 0, 0, 0];
+    // SAFETY: `action` is a valid record of four words with a disposition that runs no code of ours, no old one is asked
+    // for, and the last argument is the size of the mask. KILL and STOP are refused, which is of no account.
     unsafe {
-        for signal in 1..=HIGHEST {
-            libc::signal(signal, libc::SIG_DFL);
-        }
-        libc::signal(libc::SIGPIPE, libc::SIG_IGN);
+        libc::syscall(
+            libc::SYS_rt_sigaction,
+            signal,
+            action.as_ptr(),
+            std::ptr::null_mut::<u64>(),
+            8usize,
+        );
     }
 }
