@@ -2,16 +2,17 @@
 
 use std::path::PathBuf;
 
-pub const USAGE: &str = "usage: dsec-launch --run DIRECTORY --agent PROGRAM [--foreground] [--test-hooks]
+pub const USAGE: &str = "usage: dsec-launch --run DIRECTORY --agent PROGRAM [--foreground] [--layers-by-name] [--test-hooks]
        dsec-launch --run DIRECTORY --unpin
 
-Serves one node at DIRECTORY/launch.sock. --unpin lets go of the mount namespace with the layers, once no launcher runs.";
+Serves one node at DIRECTORY/launch.sock. --layers-by-name builds trees as it does on kernels before 6.15. --unpin lets go of the mount namespace with the layers, once no launcher runs.";
 
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Args {
     pub run: PathBuf,
     pub agent: PathBuf,
     pub foreground: bool,
+    pub layers_by_name: bool,
     pub test_hooks: bool,
     pub unpin: bool,
 }
@@ -31,6 +32,7 @@ pub fn parse(words: impl Iterator<Item = String>) -> Result<Args, String> {
             "--run" => args.run = path()?,
             "--agent" => args.agent = path()?,
             "--foreground" => args.foreground = true,
+            "--layers-by-name" => args.layers_by_name = true,
             "--test-hooks" => args.test_hooks = true,
             "--unpin" => args.unpin = true,
             _ => return Err(format!("unknown argument {word:?}")),

@@ -42,6 +42,7 @@ pub struct Setting<'a> {
     pub sandboxes: Sandboxes,
     pub host_mounts: OwnedFd,
     pub bare_mounts: OwnedFd,
+    pub layers_by_name: bool,
     pub listener: OwnedFd,
     pub signals: OwnedFd,
     /// Held as long as the daemon lives; its workers let go of it.
@@ -305,6 +306,7 @@ impl<'a> Daemon<'a> {
                     plan,
                     host_mounts: &setting.host_mounts,
                     bare_mounts: &setting.bare_mounts,
+                    layers_by_name: setting.layers_by_name,
                     agent: &setting.agent.file,
                     lowers,
                     filter_agent,

@@ -116,6 +116,7 @@ impl Parts {
             plan: &self.plan,
             host_mounts: &self.file,
             bare_mounts: &self.bare,
+            layers_by_name: false,
             agent: &self.file,
             lowers: vec!["/layers/.skeleton/x".into(), "/layers/base".into()],
             filter_agent: Some(&self.filter),
@@ -299,7 +300,11 @@ impl System for Fake {
     }
     fn detach_at(&self, path: &Path) -> io::Result<()> {
         self.note(format!("detach_at {}", path.display()))?;
-        self.vanish(&format!("mount {}", path.display()));
+        let mount = format!("mount {}", path.display());
+        // What the host never saw is not there to be seen.
+        if self.on_host.get() || self.things.borrow().contains(&mount) {
+            self.vanish(&mount);
+        }
         Ok(())
     }
     fn pivot(&self) -> io::Result<()> {

@@ -207,7 +207,7 @@ fn build(
         .act_as(job.plan.id_base)
         .doing("act as", job.plan.id_base)?;
     clock.begin(Step::Overlay)?;
-    let tree = root::overlay(system, parts, &users)?;
+    let tree = root::overlay(system, parts, &users, job.layers_by_name)?;
     clock.begin(Step::Binds)?;
     root::scratch(system, job.plan, &tree)?;
     root::binds(system, job.plan, &tree)?;
@@ -324,6 +324,31 @@ mod tests {
     }
 
     #[test]
+    fn layers_by_name_are_in_sight_only_while_the_overlay_is_made() {
+        let (parts, system) = (Parts::new(), Fake::new(None));
+        let job = Job {
+            layers_by_name: true,
+            ..parts.job(None)
+        };
+
+        launch(&system, &job).unwrap();
+
+        let order = [
+            "act_as 1879048192",
+            "attach_at \"/scratch\"",
+            "make_mount \"overlay\"",
+            "detach_at /scratch",
+            "attach_at \"/root\"",
+        ];
+        let places: Vec<usize> = order.iter().map(|call| system.place(call)).collect();
+        assert!(
+            places.windows(2).all(|pair| pair[0] < pair[1]),
+            "{places:?} {:#?}",
+            system.log.borrow()
+        );
+    }
+
+    #[test]
     fn limits_are_not_given_away() {
         let (parts, system) = (Parts::new(), Fake::new(None));
 
@@ -350,11 +375,21 @@ mod tests {
 
     #[test]
     fn a_launch_that_fails_at_any_call_leaves_nothing() {
+        for layers_by_name in [false, true] {
+            fails_at_every_call(layers_by_name);
+        }
+    }
+
+    fn fails_at_every_call(layers_by_name: bool) {
         let parts = Parts::new();
         let mut number = 0;
         loop {
             let system = Fake::new(Some(number));
-            let result = launch(&system, &parts.job(None));
+            let job = Job {
+                layers_by_name,
+                ..parts.job(None)
+            };
+            let result = launch(&system, &job);
             if !system.has_failed() {
                 assert!(result.is_ok());
                 break;

@@ -35,6 +35,7 @@ use crate::error::{Doing, Result};
 use crate::layers::Layers;
 use crate::records::Records;
 use crate::sandboxes::Sandboxes;
+use crate::steps::root;
 use crate::system::{c_path, Kernel};
 
 const EXIT_FAILED: i32 = 1;
@@ -87,6 +88,7 @@ fn run(args: Args) -> Result<i32> {
     };
     let host_mounts = namespace::enter_pinned(&system, &run)?;
     let bare_mounts = namespace::make_bare(&system)?;
+    let layers_by_name = args.layers_by_name || !root::takes_detached_layers(&system);
     let layers = Layers::open(&system, &run)?;
     let (sandboxes, missed) = Sandboxes::adopt(Records::open(layers.directory())?)?;
 
@@ -109,6 +111,7 @@ fn run(args: Args) -> Result<i32> {
         sandboxes,
         host_mounts,
         bare_mounts,
+        layers_by_name,
         listener,
         signals,
         lock,

@@ -85,6 +85,8 @@ pub struct Job<'a> {
     pub host_mounts: &'a OwnedFd,
     /// The namespace with next to nothing, from which the sandbox's is copied.
     pub bare_mounts: &'a OwnedFd,
+    /// The kernel wants layers by name: see `root::takes_detached_layers`.
+    pub layers_by_name: bool,
     /// The sealed agent.
     pub agent: &'a OwnedFd,
     /// Mount points of the layers, the lowest first, the skeleton before all.

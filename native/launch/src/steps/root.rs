@@ -51,7 +51,12 @@ pub fn collect(system: &dyn System, job: &Job, holder: &Path) -> Result<Parts> {
 }
 
 /// Mounts the overlay. Layers and upper are mapped to the ids of `users`, so that on disk all ids stay as in the image.
-pub fn overlay(system: &dyn System, parts: Parts, users: &OwnedFd) -> Result<OwnedFd> {
+pub fn overlay(
+    system: &dyn System,
+    parts: Parts,
+    users: &OwnedFd,
+    by_name: bool,
+) -> Result<OwnedFd> {
     let Parts { lowers, holder } = parts;
     for lower in &lowers {
         system
@@ -61,19 +66,40 @@ pub fn overlay(system: &dyn System, parts: Parts, users: &OwnedFd) -> Result<Own
     system
         .map_ids(holder.as_fd(), users.as_fd())
         .doing("map the ids of", "the state directory")?;
-    let upper = system
-        .open_directory_at(holder.as_fd(), c"upper")
-        .doing("open", "upper")?;
-    let work = system
-        .open_directory_at(holder.as_fd(), c"work")
-        .doing("open", "work")?;
-    let mut options: Vec<MountOption> = lowers
-        .iter()
-        .rev()
-        .map(|lower| MountOption::File(c"lowerdir+", lower.as_fd()))
-        .collect();
-    options.push(MountOption::File(c"upperdir", upper.as_fd()));
-    options.push(MountOption::File(c"workdir", work.as_fd()));
+    let root = if by_name {
+        let root = make_overlay(system, name_layers(system, &lowers, &holder)?)?;
+        // Its own copies of them are enough. This process must leave them too, and nothing else may stay in the namespace.
+        system
+            .change_directory(root.as_fd())
+            .doing("enter", "the overlay")?;
+        system
+            .detach_at(Path::new("/scratch"))
+            .doing("unmount", "the layers")?;
+        root
+    } else {
+        let open = |name: &CStr| {
+            system
+                .open_directory_at(holder.as_fd(), name)
+                .doing("open", name.to_string_lossy())
+        };
+        let (upper, work) = (open(c"upper")?, open(c"work")?);
+        let mut layers: Vec<MountOption> = lowers
+            .iter()
+            .rev()
+            .map(|lower| MountOption::File(c"lowerdir+", lower.as_fd()))
+            .collect();
+        layers.push(MountOption::File(c"upperdir", upper.as_fd()));
+        layers.push(MountOption::File(c"workdir", work.as_fd()));
+        make_overlay(system, layers)?
+    };
+    system
+        .attach_at(root.as_fd(), ROOT)
+        .doing("mount", "the overlay")?;
+    Ok(root)
+}
+
+fn make_overlay(system: &dyn System, layers: Vec<MountOption>) -> Result<OwnedFd> {
+    let mut options = layers;
     // An upper must be a whole layer by itself, whatever the kernel's defaults are; no redirect of a foreign layer is followed.
     for (key, value) in [
         (c"metacopy", "off"),
@@ -86,13 +112,58 @@ pub fn overlay(system: &dyn System, parts: Parts, users: &OwnedFd) -> Result<Own
     options.push(MountOption::Flag(c"volatile"));
     options.push(MountOption::Text(c"source", "dsec".into()));
     // No device node of an image is live, nor one that somebody puts there.
-    let root = system
-        .make_mount(c"overlay", &options, attr::NO_DEVICES)
-        .doing("make", "the overlay")?;
     system
-        .attach_at(root.as_fd(), ROOT)
-        .doing("mount", "the overlay")?;
-    Ok(root)
+        .make_mount(c"overlay", &options, attr::NO_DEVICES)
+        .doing("make", "the overlay")
+}
+
+/// Attaches the layers below `/scratch` and enters it: relative names are short, and of a text the kernel reads 255 bytes.
+fn name_layers(
+    system: &dyn System,
+    lowers: &[OwnedFd],
+    holder: &OwnedFd,
+) -> Result<Vec<MountOption<'static>>> {
+    let place = system
+        .make_mount(c"tmpfs", &[], 0)
+        .doing("make", "the place of layers")?;
+    system
+        .attach_at(place.as_fd(), SCRATCH)
+        .doing("mount", "the place of layers")?;
+    let mut names = Vec::new();
+    for mount in lowers.iter().chain([holder]) {
+        let name = format!("{:x}", names.len());
+        let path = c_text(&name).doing("name", "a layer")?;
+        system
+            .put(place.as_fd(), &path, Entry::Directory { mode: 0o755 })
+            .doing("make a place for", "a layer")?;
+        attach_inside(system, &place, mount, Path::new(&name))?;
+        names.push(name);
+    }
+    system
+        .change_directory(place.as_fd())
+        .doing("enter", "the place of layers")?;
+    let holder = names.pop().unwrap_or_default();
+    names.reverse();
+    Ok(vec![
+        MountOption::Text(c"lowerdir", names.join(":")),
+        MountOption::Text(c"upperdir", format!("{holder}/upper")),
+        MountOption::Text(c"workdir", format!("{holder}/work")),
+    ])
+}
+
+/// Whether overlays can be made of mounts that are attached nowhere, given by descriptor: kernels from 6.15 on. Tried.
+pub fn takes_detached_layers(system: &dyn System) -> bool {
+    let try_it = || {
+        let files = system.make_mount(c"tmpfs", &[], 0)?;
+        let directory = |name| {
+            system.put(files.as_fd(), name, Entry::Directory { mode: 0o755 })?;
+            system.open_directory_at(files.as_fd(), name)
+        };
+        let (upper, lower) = (directory(c"upper")?, directory(c"lower")?);
+        let layers = [&upper, &lower].map(|fd| MountOption::File(c"lowerdir+", fd.as_fd()));
+        system.make_mount(c"overlay", &layers, 0)
+    };
+    try_it().is_ok()
 }
 
 /// Makes the small file system that `/dev` and the files of `/etc` come from, and binds `/dev`.
