@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use dsec_sys::identity::CapabilitySets;
-use dsec_sys::namespaces::{Clone, Side};
+use dsec_sys::namespaces::{Clone, Origin, Side};
 use dsec_sys::seccomp::Instruction;
 use serde_bytes::ByteBuf;
 
@@ -325,8 +325,9 @@ impl System for Fake {
     fn unshare(&self, namespaces: u64) -> io::Result<()> {
         self.note(format!("unshare {namespaces:#x}"))
     }
-    fn clone(&self, how: &Clone) -> io::Result<Side> {
-        assert!(how.sibling && how.cgroup.is_some());
+    fn clone(&self, origin: &Origin, how: &Clone) -> io::Result<Side> {
+        assert!(how.sibling && how.cgroup.is_some() && origin.cgroup.is_some());
+        assert_eq!(origin.tasks.len(), 2);
         self.note("clone".into())?;
         self.appear("process".into());
         Ok(Side::Parent {

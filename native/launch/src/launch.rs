@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use dsec_sys::namespaces::{Clone, Side, NEW_PID, NEW_USER};
+use dsec_sys::namespaces::{Clone, Origin, Side, NEW_PID, NEW_USER};
 
 use crate::error::{Doing, Error, Result};
 use crate::process::{self, ProcessStat};
@@ -73,6 +73,7 @@ fn carry_out(
     clock.begin(Step::Clone)?;
     let parts = root::collect(system, job, &holder)?;
     leave_host(system, job)?;
+    clock.begin(Step::CgroupsV1)?;
     let mut child = clone(system, job, &cgroups, &socket, undo)?;
     drop(socket);
     let built = build(system, job, clock, &cgroups, parts, &child);
@@ -140,15 +141,23 @@ fn clone(
 ) -> Result<Child> {
     let (go_read, go_write) = system.pipe().doing("make", "a pipe")?;
     let (report_read, report_write) = system.pipe().doing("make", "a pipe")?;
+    let tasks: Vec<_> = cgroups.v1_tasks.iter().map(|fd| fd.as_fd()).collect();
+    // Not from agent/, or what is inside would not see its own work/.
+    let origin = Origin {
+        cgroup: cgroups.directory.as_ref().map(|fd| fd.as_fd()),
+        tasks: &tasks,
+    };
     let how = Clone {
         namespaces: NEW_USER | NEW_PID,
-        cgroup: cgroups.directory.as_ref().map(|fd| fd.as_fd()),
+        cgroup: cgroups.agent.as_ref().map(|fd| fd.as_fd()),
         sibling: true, // a child of the daemon, which outlives this process
     };
-    match system.clone(&how).doing("clone", "the new process")? {
+    match system
+        .clone(&origin, &how)
+        .doing("clone", "the new process")?
+    {
         Side::Child => {
             drop((go_write, report_read));
-            let agent_procs = cgroups.agent_procs.as_ref();
             let cgroup = cgroups.directory.as_ref();
             inside::run(
                 system,
@@ -156,7 +165,6 @@ fn clone(
                     job,
                     go: go_read,
                     report: report_write,
-                    agent_procs,
                     socket,
                     cgroup,
                 },
@@ -175,7 +183,7 @@ fn clone(
     }
 }
 
-/// What is done from outside while the new process makes its namespaces: its ids and cgroups first, then its tree.
+/// What is done from outside while the new process makes its namespaces: its ids first, then its tree.
 fn build(
     system: &dyn System,
     job: &Job,
@@ -184,8 +192,6 @@ fn build(
     parts: root::Parts,
     child: &Child,
 ) -> Result<()> {
-    clock.begin(Step::CgroupsV1)?;
-    cgroups::join_v1(system, cgroups, child.pid)?;
     clock.begin(Step::Maps)?;
     let map = format!("0 {} {IDS_PER_SANDBOX}", job.plan.id_base);
     for name in ["uid_map", "gid_map"] {
@@ -286,7 +292,6 @@ mod tests {
             "enter_mounts",
             "act_as 1879048192",
             "clone",
-            "write 4242",
             "write_file /proc/4242/uid_map 0 1879048192 65536",
             "open_namespace /proc/4242/ns/user",
             "write m",

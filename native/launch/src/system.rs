@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use dsec_sys::identity::CapabilitySets;
-use dsec_sys::namespaces::{self, Clone, Side};
+use dsec_sys::namespaces::{self, Clone, Origin, Side};
 use dsec_sys::seccomp::Instruction;
 use dsec_sys::seqpacket::{Interest, Kind};
 use dsec_sys::{identity, mounts, paths, sealed, seccomp, seqpacket};
@@ -87,7 +87,8 @@ pub trait System {
 
     fn enter_mounts(&self, namespace: BorrowedFd) -> io::Result<()>;
     fn unshare(&self, namespaces: u64) -> io::Result<()>;
-    fn clone(&self, how: &Clone) -> io::Result<Side>;
+    /// A new process that begins in `origin`, with a cgroup namespace of that place.
+    fn clone(&self, origin: &Origin, how: &Clone) -> io::Result<Side>;
     fn kill(&self, process: BorrowedFd) -> io::Result<()>;
     /// Waits until a pipe has something to say, or a process has ended; an error when it does not in time.
     fn wait_readable(&self, file: BorrowedFd, timeout: Duration) -> io::Result<()>;
@@ -321,8 +322,8 @@ impl System for Kernel {
         namespaces::unshare(namespaces)
     }
 
-    fn clone(&self, how: &Clone) -> io::Result<Side> {
-        namespaces::clone(how)
+    fn clone(&self, origin: &Origin, how: &Clone) -> io::Result<Side> {
+        namespaces::clone_from(origin, how)
     }
 
     fn kill(&self, process: BorrowedFd) -> io::Result<()> {

@@ -1,7 +1,10 @@
 //! Processes in new namespaces, and moving between namespaces.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+use crate::paths::{read_once, write_once};
+use crate::seqpacket::pipe;
 
 pub const NEW_USER: u64 = libc::CLONE_NEWUSER as u64;
 pub const NEW_MOUNT: u64 = libc::CLONE_NEWNS as u64;
@@ -87,6 +90,60 @@ pub fn clone(how: &Clone) -> io::Result<Side> {
         }
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Where a process has been before it begins: its cgroup namespace has its roots there.
+#[derive(Default)]
+pub struct Origin<'a> {
+    /// A cgroup2 directory.
+    pub cgroup: Option<BorrowedFd<'a>>,
+    /// The `tasks` files of version 1 directories, open for writing. It stays in these.
+    pub tasks: &'a [BorrowedFd<'a>],
+}
+
+/// As `clone`, by way of a process that is born in `origin`, makes a cgroup namespace there and clones on. No process is ever
+/// moved in a way that makes the kernel wait for all processors (a grace period of 5 to 20 ms, as writing to `cgroup.procs`
+/// does): a thread that moves only itself, by `tasks`, is spared it, and so is birth in a cgroup. `how.sibling` holds for both.
+pub fn clone_from(origin: &Origin, how: &Clone) -> io::Result<Side> {
+    let (told, tell) = pipe()?;
+    let first = Clone {
+        namespaces: 0,
+        cgroup: origin.cgroup,
+        sibling: how.sibling,
+    };
+    match clone(&first)? {
+        Side::Child => {
+            drop(told);
+            let word = match settle(origin).and_then(|()| clone(how)) {
+                Ok(Side::Child) => return Ok(Side::Child),
+                Ok(Side::Parent { pid, .. }) => pid,
+                Err(error) => -error.raw_os_error().unwrap_or(libc::EIO),
+            };
+            // When that fails there is nobody to tell, and whoever is born finds its pipes closed.
+            let _ = write_once(tell.as_fd(), &word.to_ne_bytes());
+            exit_now(0)
+        }
+        Side::Parent { .. } => {
+            drop(tell);
+            let mut word = [0; 4];
+            match (
+                read_once(told.as_fd(), &mut word)?,
+                i32::from_ne_bytes(word),
+            ) {
+                (4, pid) if pid > 0 => open_process(pid).map(|pidfd| Side::Parent { pid, pidfd }),
+                (4, errno) => Err(io::Error::from_raw_os_error(-errno)),
+                _ => Err(io::ErrorKind::UnexpectedEof.into()),
+            }
+        }
+    }
+}
+
+fn settle(origin: &Origin) -> io::Result<()> {
+    origin
+        .tasks
+        .iter()
+        .try_for_each(|tasks| write_once(*tasks, b"0"))?;
+    unshare(NEW_CGROUP)
 }
 
 /// Moves this process into new namespaces of the kinds given (NEW_… flags).

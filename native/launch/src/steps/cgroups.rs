@@ -1,8 +1,8 @@
-//! Steps `cgroups` and `cgroups_v1`: where the sandbox is counted and limited.
+//! Step `cgroups`: where the sandbox is counted and limited.
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use crate::error::{Doing, Error, Result};
 use crate::system::{Access, Entry, System};
@@ -29,18 +29,18 @@ pub struct Cgroups {
     /// The sandbox's own directory, opened for reading: what the agent gets.
     pub directory: Option<OwnedFd>,
     pub inode: u64,
-    /// `cgroup.procs` of `agent/`, opened for writing.
-    pub agent_procs: Option<OwnedFd>,
-    /// `cgroup.procs` of each version 1 directory.
-    pub v1_procs: Vec<(PathBuf, OwnedFd)>,
+    /// `agent/`, where the new process is born.
+    pub agent: Option<OwnedFd>,
+    /// `tasks` of each version 1 directory, opened for writing.
+    pub v1_tasks: Vec<OwnedFd>,
 }
 
 pub fn make(system: &dyn System, plan: &LaunchPlan, undo: &mut Undo) -> Result<Cgroups> {
     let mut cgroups = Cgroups {
         directory: None,
         inode: 0,
-        agent_procs: None,
-        v1_procs: Vec::new(),
+        agent: None,
+        v1_tasks: Vec::new(),
     };
     if let Some(path) = &plan.cgroup2 {
         make_v2(system, plan, Path::new(path), undo, &mut cgroups)?;
@@ -57,11 +57,11 @@ pub fn make(system: &dyn System, plan: &LaunchPlan, undo: &mut Undo) -> Result<C
                 .chain(rest)
                 .try_for_each(|(name, value)| set(system, path, name, value))?;
         }
-        let procs = path.join("cgroup.procs");
+        let tasks = path.join("tasks");
         let file = system
-            .open(&procs, Access::Write)
-            .doing_to("open", &procs)?;
-        cgroups.v1_procs.push((procs, file));
+            .open(&tasks, Access::Write)
+            .doing_to("open", &tasks)?;
+        cgroups.v1_tasks.push(file);
     }
     Ok(cgroups)
 }
@@ -81,11 +81,10 @@ fn make_v2(
     undo.add(Made::Cgroup(path.join("work")));
     let agent = path.join("agent");
     make_directory(system, &agent, undo)?;
-    let procs = agent.join("cgroup.procs");
-    cgroups.agent_procs = Some(
+    cgroups.agent = Some(
         system
-            .open(&procs, Access::Write)
-            .doing_to("open", &procs)?,
+            .open(&agent, Access::Directory)
+            .doing_to("open", &agent)?,
     );
     let directory = system
         .open(path, Access::Directory)
@@ -138,14 +137,4 @@ fn set(system: &dyn System, directory: &Path, name: &str, value: &str) -> Result
                     source,
                 })
         })
-}
-
-/// Puts the process `pid` into every version 1 cgroup.
-pub fn join_v1(system: &dyn System, cgroups: &Cgroups, pid: i32) -> Result<()> {
-    let pid = pid.to_string();
-    cgroups.v1_procs.iter().try_for_each(|(path, file)| {
-        system
-            .write(file.as_fd(), pid.as_bytes())
-            .doing_to("write to", path)
-    })
 }

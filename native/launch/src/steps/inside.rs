@@ -7,7 +7,7 @@ use std::path::Path;
 
 use dsec_sys::identity::{resource, CapabilitySets};
 use dsec_sys::mounts::attr;
-use dsec_sys::namespaces::{exit_now, NEW_CGROUP, NEW_IPC, NEW_MOUNT, NEW_NET, NEW_UTS};
+use dsec_sys::namespaces::{exit_now, NEW_IPC, NEW_MOUNT, NEW_NET, NEW_UTS};
 
 use crate::error::{Doing, Error, Result};
 use crate::steps::check::IDS_PER_SANDBOX;
@@ -26,7 +26,6 @@ pub struct Inside<'a> {
     pub go: OwnedFd,
     /// Takes times and failures; closed by the execve that succeeds.
     pub report: OwnedFd,
-    pub agent_procs: Option<&'a OwnedFd>,
     pub socket: &'a OwnedFd,
     pub cgroup: Option<&'a OwnedFd>,
 }
@@ -52,7 +51,7 @@ pub fn become_agent(system: &dyn System, inside: &Inside, clock: &mut Clock) -> 
 fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(OwnedFd, OwnedFd)> {
     let (job, plan) = (inside.job, inside.job.plan);
     // First all that needs no tree, while that is being built.
-    wait_for_go(system, inside)?; // maps are written, version 1 cgroups joined
+    wait_for_go(system, inside)?; // maps are written
     clock.begin(Step::Ids)?;
     system.start_afresh().doing("start", "a session")?;
     system
@@ -60,18 +59,12 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
         .doing("become", "root of the user namespace")?;
 
     clock.begin(Step::CgroupNs)?;
-    // The namespace's root is where this process is now, which must not be agent/: commands run beside it.
     system
-        .unshare(NEW_CGROUP | NEW_IPC | NEW_UTS)
-        .doing("make", "cgroup, ipc and uts namespaces")?;
+        .unshare(NEW_IPC | NEW_UTS)
+        .doing("make", "ipc and uts namespaces")?;
     system
         .set_hostname(&plan.hostname)
         .doing("set", "the host name")?;
-    if let Some(procs) = inside.agent_procs {
-        system
-            .write(procs.as_fd(), b"0")
-            .doing("move to", "agent/")?;
-    }
     clock.begin(Step::Network)?;
     system
         .unshare(NEW_NET)
@@ -370,7 +363,6 @@ mod tests {
             job: &job,
             go: null(),
             report: null(),
-            agent_procs: Some(&file),
             socket: &file,
             cgroup: Some(&file),
         };
@@ -388,9 +380,8 @@ mod tests {
         let order = [
             "start_afresh",
             "become_user 0 false",
-            "unshare 0xe000000",
+            "unshare 0xc000000",
             "set_hostname sandbox",
-            "write 0",
             "unshare 0x40000000",
             "loopback_up",
             "set_limit",
