@@ -56,7 +56,8 @@ class Application:
             handler = cast(Handler, route.handler)
             answer = await handler(request)
             if answer is not None:
-                await request.answer(answer)
+                with scope["state"]["connection"].joined():
+                    await request.answer(answer)
         except ClientGoneError:
             _abort(scope)
         except asyncio.CancelledError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -138,6 +140,21 @@ class Connection(HttpToolsProtocol):
             self._task = None  # it is the one that asks for this
             self.transport.abort()
 
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """What is written within goes out at once: apart, head and body would wake the client twice."""
+        cycle = self.cycle
+        if cycle is None:
+            yield
+            return
+        held = _Held()
+        cycle.transport = held  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            cycle.transport = self.transport
+            held.release(self.transport)
+
     @property
     def url_begun(self) -> bool:
         return bool(getattr(self, "url", b"")) and (self.cycle is None or self.cycle.response_complete)
@@ -160,6 +177,26 @@ class Connection(HttpToolsProtocol):
         )
         self.transport.write(STATUS_LINE[errors.status_of(error)] + head + body)
         self.transport.close()
+
+
+class _Held:
+    """Stands for a transport while an answer is written."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._closed = False
+
+    def write(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def release(self, transport: asyncio.Transport) -> None:
+        if self._parts:
+            transport.write(b"".join(self._parts))
+        if self._closed:
+            transport.close()
 
 
 def _peer(raw: Any) -> Any:
