@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import lru_cache
 from time import perf_counter
 from typing import Any, Final, Literal, TextIO
 
@@ -113,7 +114,7 @@ def _add_ids(_: Any, __: str, event: _Event) -> _Event:
 
 
 def _add_time(_: Any, __: str, event: _Event) -> _Event:
-    event["time"] = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    event["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
     return event
 
 
@@ -121,15 +122,22 @@ def _safe_fields(_: Any, __: str, event: _Event) -> _Event:
     failure = event.pop("exc_info", None)
     if "traceback" in event:  # that name is for our own list of lines
         event["traceback_"] = event.pop("traceback")
-    fixed = {name: safe_text(str(event.pop(name, ""))) for name in ("time", "level", "event", "part")}
-    safe: _Event = dict(fixed)
+    safe: _Event = {"time": event.pop("time", "")}
+    for name in ("level", "event", "part"):
+        safe[name] = _safe_word(str(event.pop(name, "")))
     for name, value in list(event.items())[:FIELDS_MAX]:
-        safe[safe_text(name)] = safe_value(name, value)
+        safe[_safe_word(name)] = safe_value(name, value)
     if len(event) > FIELDS_MAX:
         safe["fields_dropped"] = len(event) - FIELDS_MAX
     if failure:
         safe["traceback"] = _traceback(failure)
     return safe
+
+
+@lru_cache(1_024)
+def _safe_word(text: str) -> str:
+    """Of what the program itself says, which is always the same few texts."""
+    return safe_text(text)
 
 
 def _traceback(failure: Any) -> list[str]:

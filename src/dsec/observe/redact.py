@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 HIDDEN: Final = "[hidden]"
@@ -32,10 +33,14 @@ _SECRET_TEXT: Final = (
 _CONTROL: Final = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
+# Ids, names, paths, times: most of what is logged. Nothing of the above can be in it, and one look is enough.
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_./+-]{0,200}\Z")
 
 
 def safe_text(text: str) -> str:
     """`text` on one line, without secrets that can be told from their surroundings, and bounded."""
+    if _PLAIN.match(text):
+        return text
     cut = len(text) - TEXT_CHARS_MAX
     if cut > 0:
         text = text[:TEXT_CHARS_MAX]
@@ -49,7 +54,7 @@ def safe_value(name: str, value: Any, depth: int = 0) -> Any:
     """`value` of the field `name` as something to print: text, number, bool, None, or a bounded list or map of them."""
     if value is None or isinstance(value, bool):
         return value
-    if _SECRET_NAME.search(name):
+    if names_secret(name):
         return HIDDEN
     if isinstance(value, float):
         return value
@@ -64,6 +69,11 @@ def safe_value(name: str, value: Any, depth: int = 0) -> Any:
     if depth < DEPTH_MAX and isinstance(value, (list, tuple, set, frozenset)):
         return _safe_list(name, value, depth)
     return _safe_object(value)
+
+
+@lru_cache(1_024)
+def names_secret(name: str) -> bool:
+    return _SECRET_NAME.search(name) is not None
 
 
 def _safe_map(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
