@@ -35,7 +35,7 @@ def test_a_plan_names_layers_lowest_first_and_everything_the_sandbox_leaves() ->
 
     assert plan.lowers == ["low", "high"]
     assert plan.directory == f"/var/d/sandboxes/{ID}"
-    assert plan.socket == f"/run/d/sb/{ID}/agent.sock"
+    assert plan.socket == f"/run/d/sb/{ID}.sock"
     assert plan.cgroup2 == f"/cg/dsec/n/{ID}"
     assert plan.env == {b"A": b"b"}
 

@@ -7,6 +7,7 @@ controllers. On hosts whose controllers are on v1, directories in those hierarch
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dsec.core.errors import HostError
 
 LIMIT_CONTROLLERS = ("memory", "cpu", "pids")
 _CPU_PERIOD_US = 100_000
+_READ_BYTES_MAX = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,31 +147,35 @@ def remove_parent(host: CgroupHost, parent: str) -> None:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def read_number(path: Path) -> int | None:
+def read_number(path: Path | str) -> int | None:
     """None when the file is absent, unreadable, or says "max"."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    text = _read(path).strip()
     return int(text) if text.isdigit() else None
 
 
-def read_keyed(path: Path) -> dict[str, int]:
+def read_keyed(path: Path | str) -> dict[str, int]:
     """Files of `key value` lines; empty when absent."""
-    try:
-        pairs = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
+    pairs = [line.split() for line in _read(path).splitlines()]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
-def read_pressure_s(path: Path) -> float | None:
+def read_pressure_s(path: Path | str) -> float | None:
     """Seconds in which some task waited, from a PSI file (Documentation/accounting/psi.rst)."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
+    for line in _read(path).splitlines():
         if line.startswith("some "):
             return int(line.rsplit("total=", 1)[1]) / 1e6
     return None
+
+
+def _read(path: Path | str) -> str:
+    """All of a file of the kernel, which fits one read; empty when it cannot be read."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        return os.read(file, _READ_BYTES_MAX).decode("ascii", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)

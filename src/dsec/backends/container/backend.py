@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import resource
 from collections.abc import Collection, Coroutine
@@ -124,8 +123,6 @@ class ContainerBackend:
             raise _launch_error(instance.id, error) from error
 
     async def _launch(self, plan: LaunchPlan, layers: tuple[Layer, ...], deadline_s: float) -> Launched:
-        Path(plan.socket).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        Path(plan.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         await self._register(layers)
         try:
             return await self.launcher.request(LaunchOp.LAUNCH, plan, Launched, timeout_s=deadline_s)
@@ -209,10 +206,6 @@ class ContainerBackend:
             raise HostError(
                 f"{record.sandbox} could not be removed from the node: {refusal}", outcome=Outcome.UNKNOWN
             ) from refusal
-        with contextlib.suppress(FileNotFoundError):
-            Path(record.socket).parent.rmdir()
-        with contextlib.suppress(FileNotFoundError):
-            Path(record.directory).rmdir()
         self._instances.pop(record.sandbox, None)
         self.launcher.forget(record.sandbox)
         self._ids.give_back(record.id_base)

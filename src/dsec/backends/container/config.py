@@ -8,7 +8,7 @@ from pathlib import Path
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.limits import MIB
 
-# sun_path holds 108 bytes; "<run>/sb/<sandbox id>/agent.sock" takes 43 of them.
+# sun_path holds 108 bytes; "<run>/sb/<sandbox id>.sock" takes 38 of them.
 RUN_DIR_BYTES_MAX = 60
 
 

@@ -60,10 +60,9 @@ class ContainerInstance:
 
     async def usage(self) -> InstanceUsage:
         record = self._record
-        v2 = Path(record.cgroup2) if record.cgroup2 else None
-        v1 = {controller: Path(directory) for controller, directory in record.cgroup1.items()}
-        cpu = read_keyed(v2 / "cpu.stat").get("usage_usec") if v2 else None
-        frozen = read_keyed(v2 / "cgroup.stat.local").get("frozen_usec") if v2 else None
+        v1, v2 = record.cgroup1, record.cgroup2
+        cpu = read_keyed(f"{v2}/cpu.stat").get("usage_usec") if v2 else None
+        frozen = read_keyed(f"{v2}/cgroup.stat.local").get("frozen_usec") if v2 else None
         return InstanceUsage(
             cpu_s=cpu / 1e6 if cpu is not None else None,
             memory_bytes=_first_number(v2, "memory.current", v1.get("memory"), "memory.usage_in_bytes"),
@@ -71,16 +70,16 @@ class ContainerInstance:
             oom_kills=self._oom_kills(),
             pids=_first_number(v2, "pids.current", v1.get("pids"), "pids.current"),
             disk_used_bytes=None,
-            cpu_pressure_s=read_pressure_s(v2 / "cpu.pressure") if v2 else None,
-            memory_pressure_s=read_pressure_s(v2 / "memory.pressure") if v2 else None,
+            cpu_pressure_s=read_pressure_s(f"{v2}/cpu.pressure") if v2 else None,
+            memory_pressure_s=read_pressure_s(f"{v2}/memory.pressure") if v2 else None,
             frozen_s=frozen / 1e6 if frozen is not None else None,
         )
 
     def _oom_kills(self) -> int | None:
         if (memory := self._record.cgroup1.get("memory")) is not None:
-            return read_keyed(Path(memory) / "memory.oom_control").get("oom_kill")
+            return read_keyed(f"{memory}/memory.oom_control").get("oom_kill")
         if self._record.cgroup2 is not None:
-            return read_keyed(Path(self._record.cgroup2) / "memory.events").get("oom_kill")
+            return read_keyed(f"{self._record.cgroup2}/memory.events").get("oom_kill")
         return None
 
     # ---- pause -----------------------------------------------------------------------------------
@@ -161,10 +160,10 @@ class ContainerInstance:
             os.close(pidfd)
 
 
-def _first_number(v2: Path | None, v2_name: str, v1: Path | None, v1_name: str) -> int | None:
-    if v2 is not None and (value := read_number(v2 / v2_name)) is not None:
+def _first_number(v2: str | None, v2_name: str, v1: str | None, v1_name: str) -> int | None:
+    if v2 is not None and (value := read_number(f"{v2}/{v2_name}")) is not None:
         return value
-    return read_number(v1 / v1_name) if v1 is not None else None
+    return read_number(f"{v1}/{v1_name}") if v1 is not None else None
 
 
 async def _freeze(directory: Path, deadline_s: float) -> None:

@@ -91,7 +91,7 @@ def sandbox_directory(config: ContainerConfig, sandbox: str) -> Path:
 
 
 def socket_path(config: ContainerConfig, sandbox: str) -> Path:
-    return config.run_dir / "sb" / sandbox / "agent.sock"
+    return config.run_dir / "sb" / f"{sandbox}.sock"
 
 
 def _etc_files(hostname: str) -> list[EtcFile]:
