@@ -52,7 +52,9 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
 
 @pytest.fixture(scope="session")
 def native_binaries() -> dict[str, Path]:
-    """The release programs by name, built from the present source."""
+    """The release programs by name, built from the present source; as they are where somebody else has built them."""
+    if "DSEC_TEST_BUILT" in os.environ:  # in a guest, too slow to compile
+        return {name: find_binary(name) for name in ("dsec-agent", "dsec-launch")}
     command = [str(ROOT / "tools" / "cargo"), "build", "--quiet", "--release", "--locked", "--target-dir", "target"]
     subprocess.run(command, cwd=ROOT / "native", check=True, timeout=1_200, stdin=subprocess.DEVNULL)
     return {name: find_binary(name) for name in ("dsec-agent", "dsec-launch")}

@@ -40,6 +40,7 @@ LAUNCH = NATIVE / "dsec-launch"
 PROBE = NATIVE / "examples" / "probe"
 CGROUP2 = Path("/sys/fs/cgroup/unified") if Path("/sys/fs/cgroup/unified").is_dir() else Path("/sys/fs/cgroup")
 CGROUP1 = [c for c in ("memory", "pids", "cpu", "cpuset") if (Path("/sys/fs/cgroup") / c / "cgroup.procs").exists()]
+MEMORY2 = "memory" in (CGROUP2 / "cgroup.controllers").read_text().split() if CGROUP2.is_dir() else False
 CAP_DAC_OVERRIDE, CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SETPCAP = 1 << 1, 1 << 5, 1 << 6, 1 << 7, 1 << 8
 ALL_CAPS = (1 << 41) - 1
 PROGRAMS = "sh cat ls mount umount mv rm id mknod head grep sleep stat readlink unshare touch mkdir dd chmod sort wc"
@@ -130,7 +131,9 @@ class LaunchClient:
 
 @cache
 def build() -> None:
-    """The launcher and the probe, from the present source."""
+    """The launcher and the probe, from the present source; in a guest (`dsec.testing.guest`) as they are."""
+    if "DSEC_TEST_BUILT" in os.environ:
+        return
     options = [
         "--release",
         "--locked",
@@ -172,6 +175,9 @@ class Host:
             if (parent / "cpuset.cpus").exists() and not (parent / "cpuset.cpus").read_text().strip():
                 for name in ("cpuset.cpus", "cpuset.mems"):
                     (parent / name).write_text((parent.parent / name).read_text())
+        if MEMORY2:
+            for above in (CGROUP2, CGROUP2 / self.cgroup_name):
+                (above / "cgroup.subtree_control").write_text("+memory")
         options = ["--foreground", "--test-hooks", *arguments]
         command = [str(self.program), "--run", str(self.run), "--agent", str(self.agent), *options]
         self.process = subprocess.Popen(command)

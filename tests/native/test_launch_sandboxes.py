@@ -189,9 +189,12 @@ def test_an_agent_that_ends_is_told_of(host: Host, client: LaunchClient) -> None
 
 
 def test_a_kill_for_memory_is_counted(host: Host, client: LaunchClient) -> None:
-    if "memory" not in wire.CGROUP1:
-        pytest.skip("no version 1 memory controller")
-    plan = host.plan(cgroup1_files={"memory": {"memory.limit_in_bytes": str(24 << 20)}, "cpuset": CPUSET})
+    if wire.MEMORY2:
+        plan = host.plan(cgroup2_files={"memory.max": str(24 << 20)})
+    elif "memory" in wire.CGROUP1:
+        plan = host.plan(cgroup1_files={"memory": {"memory.limit_in_bytes": str(24 << 20)}, "cpuset": CPUSET})
+    else:
+        pytest.skip("no memory controller")
     launched = client.launch(plan)
 
     ask(plan, "head -c 200000000 /dev/zero | sort | wc -c")

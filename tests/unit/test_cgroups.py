@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,35 @@ def test_preparing_hands_controllers_down_each_level(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "dsec", tmp_path / "dsec/node"):
         assert (directory / "cgroup.subtree_control").read_text() == "+memory +pids"
     assert (tmp_path / "dsec/node/pids.max").read_text() == "99"
+
+
+def test_what_is_handed_down_already_is_not_asked_for_again(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.subtree_control").write_text("cpu memory pids")
+
+    prepare_parent(CgroupHost(tmp_path, frozenset({"memory", "pids"})), "node", pids_max=99)
+
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "cpu memory pids"
+    assert (tmp_path / "node/cgroup.subtree_control").read_text() == "+memory +pids"
+
+
+def test_a_group_with_processes_that_cannot_hand_down_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, text: str) -> int:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+
+    with pytest.raises(HostError, match="subtree_control") as caught:
+        prepare_parent(CgroupHost(tmp_path, frozenset({"memory"})), "node", pids_max=99)
+
+    assert "move them" in (caught.value.hint or "")
+
+
+def test_a_kernel_without_swap_has_no_limit_of_it() -> None:
+    host = CgroupHost(Path("/cg"), frozenset({"memory"}), swap=False)
+
+    assert plan_cgroups(host, "n", "s", cpu=1, memory_bytes=1, pids=1).cgroup2_files == {"memory.max": "1"}
 
 
 def test_a_host_that_refuses_is_named(tmp_path: Path) -> None:

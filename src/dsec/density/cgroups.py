@@ -7,6 +7,7 @@ controllers. On hosts whose controllers are on v1, directories in those hierarch
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ class CgroupHost:
     v2: Path | None
     v2_controllers: frozenset[str] = frozenset()
     v1: dict[str, Path] = field(default_factory=dict)  # controller → mount point
+    swap: bool = True  # this kernel can swap: only then v2 has files about it
 
     @property
     def mode(self) -> str:
@@ -58,7 +60,7 @@ def detect(mountinfo: Path = Path("/proc/self/mountinfo")) -> CgroupHost:
     controllers: frozenset[str] = frozenset()
     if v2 is not None:
         controllers = frozenset((v2 / "cgroup.controllers").read_text().split()) & frozenset(LIMIT_CONTROLLERS)
-    return CgroupHost(v2, controllers, v1)
+    return CgroupHost(v2, controllers, v1, swap=Path("/proc/swaps").exists())
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def plan_cgroups(host: CgroupHost, parent: str, name: str, *, cpu: float, memory
     wanted: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         "memory": (
             # No swap: a sandbox at its limit is told so (OOM) instead of thrashing the node's disk.
-            {"memory.max": str(memory_bytes), "memory.swap.max": "0"},
+            {"memory.max": str(memory_bytes), **({"memory.swap.max": "0"} if host.swap else {})},
             {"memory.limit_in_bytes": str(memory_bytes)},
         ),
         "cpu": (
@@ -107,6 +109,7 @@ def prepare_parent(host: CgroupHost, parent: str, *, pids_max: int) -> None:
 
     Raises HostError naming what the host refused.
     """
+    hint = "run as root, or in a unit with Delegate=yes"
     try:
         if host.v2 is not None:
             _prepare_v2(host.v2, parent, host.v2_controllers, pids_max)
@@ -117,24 +120,31 @@ def prepare_parent(host: CgroupHost, parent: str, *, pids_max: int) -> None:
                 if controller == "pids":
                     (directory / "pids.max").write_text(str(pids_max))
     except OSError as error:
-        raise HostError(
-            f"cannot make the cgroup {parent!r}: {error}", hint="run as root, or in a unit with Delegate=yes"
-        ) from error
+        if error.errno == errno.EBUSY:
+            hint = "processes are in a cgroup above it, which then hands nothing down; move them to one beside it"
+        raise HostError(f"cannot make the cgroup {parent!r}: {error}", hint=hint) from error
 
 
 def _prepare_v2(mount: Path, parent: str, controllers: frozenset[str], pids_max: int) -> None:
-    enable = " ".join(f"+{c}" for c in sorted(controllers))
     directory = mount
     for part in Path(parent).parts:
-        if enable:
-            # A directory hands controllers to its children only once it names them itself.
-            (directory / "cgroup.subtree_control").write_text(enable)
+        _hand_down(directory, controllers)
         directory = directory / part
         directory.mkdir(exist_ok=True)
-    if enable:
-        (directory / "cgroup.subtree_control").write_text(enable)
+    _hand_down(directory, controllers)
     if "pids" in controllers:
         (directory / "pids.max").write_text(str(pids_max))
+
+
+def _hand_down(directory: Path, controllers: frozenset[str]) -> None:
+    """A directory hands controllers to its children only once it names them itself.
+
+    One that does already may be another's to write, above what is delegated to us.
+    """
+    file = directory / "cgroup.subtree_control"
+    missing = controllers - set(file.read_text().split() if file.exists() else ())
+    if missing:
+        file.write_text(" ".join(f"+{controller}" for controller in sorted(missing)))
 
 
 def remove_parent(host: CgroupHost, parent: str) -> None:
