@@ -42,6 +42,22 @@ async def processes(sandbox: AsyncSandbox) -> list[str]:
 
 # ---- output --------------------------------------------------------------------------------------
 
+_PIECES = """
+import os, sys, time
+for i in range(20000):
+    os.write(1 + (i % 2 if len(sys.argv) > 1 else 0), b".")
+    time.sleep(0.0001)
+"""
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["one channel", "both channels"])
+async def test_many_small_pieces_of_output_all_come(sandbox: AsyncSandbox, both: bool) -> None:
+    """More pieces than the agent keeps unacknowledged, in far fewer bytes."""
+    result = await sandbox.exec(["python3", "-c", _PIECES, *(["both"] if both else [])], timeout_s=60)
+
+    assert (result.exit_code, result.cause) == (0, None)
+    assert len(result.stdout_bytes) + len(result.stderr_bytes) == 20_000
+
 
 async def test_a_flood_is_recorded_within_its_budget_and_the_gap_is_said(sandbox: AsyncSandbox) -> None:
     budget = 1 * MIB

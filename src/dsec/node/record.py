@@ -130,6 +130,15 @@ class OutputRecord:
         """What was written survives kill -9 of the node, or is lost already."""
         return self.in_file or self.broken
 
+    def settle(self) -> None:
+        """Makes what was written acknowledgeable: it goes to a file, or is lost and said to be. Never raises."""
+        if self.acknowledgeable:
+            return
+        try:
+            self._spill()
+        except OSError:
+            self.broken = True
+
     def gaps(self) -> list[Gap]:
         return self.tracks[OUT].gaps() + self.tracks[ERR].gaps()
 

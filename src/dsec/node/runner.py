@@ -29,6 +29,10 @@ from dsec.wire import agent
 from dsec.wire.agent import ExecEnd, ExecStatus
 
 _ACK_BYTES: Final = EXEC_UNACKED_BYTES_MAX // 4
+# The agent keeps unacknowledged output within bounds of bytes and of pieces, for one exec and for all of them, and stops
+# reading at each bound: so many small pieces are acknowledged too, and in a pause whatever is there.
+_ACK_CHUNKS: Final = 2_048
+_ACK_IDLE_S: Final = 0.1
 _ATTACH_AGAIN_S: Final = 0.05  # back-off between tries on an open channel
 _LOST: Final = frozenset({"superseded", "cancelled", "detached"})
 
@@ -108,10 +112,15 @@ class ExecRunner:
 
     async def _record(self, exec: NodeExec, stream: ExecStream) -> ExecEnd:
         record = exec.record
-        unacked = 0
+        unacked = chunks = 0
         while True:
             try:
-                data = await stream.receive()
+                async with asyncio.timeout(_ACK_IDLE_S if unacked and record.acknowledgeable else None):
+                    data = await stream.receive()
+            except TimeoutError:
+                unacked = chunks = 0
+                await self._ack(exec)
+                continue
             except (UnavailableError, ConflictError) as error:
                 if isinstance(error, ConflictError) and error.detail.get("code") not in _LOST:
                     raise
@@ -123,8 +132,11 @@ class ExecRunner:
             record.write(data.channel, data.offset, data.sequence, data.payload)
             exec.notify()
             unacked += len(data.payload)
-            if unacked >= _ACK_BYTES and record.acknowledgeable:
-                unacked = 0
+            chunks += 1
+            if chunks >= _ACK_CHUNKS:
+                record.settle()
+            if (unacked >= _ACK_BYTES or chunks >= _ACK_CHUNKS) and record.acknowledgeable:
+                unacked = chunks = 0
                 await self._ack(exec)
 
     async def _ack(self, exec: NodeExec) -> None:
