@@ -128,6 +128,19 @@ async def test_a_session_outlives_the_connection(under_test: AgentUnderTest) -> 
 
 
 @pytest.mark.parametrize(
+    "fields", [{"cwd": b"/"}, {"env": {b"A": b"b"}}, {"user": "root"}, {"rlimits": {"core": 0}}, {"stdin": True}]
+)
+async def test_an_exec_in_a_session_is_text_alone(under_test: AgentUnderTest, fields: dict[str, object]) -> None:
+    client = await under_test.client()
+    await client.session_open(agent.SessionOpen(name="s"))
+
+    with pytest.raises(InvalidArgumentError) as error:
+        await client.exec(agent.Exec(id=new_exec_id(), shell=b"true", session="s", **fields))  # type: ignore[arg-type]
+
+    assert error.value.detail["code"] == "invalid"
+
+
+@pytest.mark.parametrize(
     ("fields", "code"),
     [
         ({"shell": b"/no/such/shell"}, "command_not_found"),

@@ -199,6 +199,20 @@ def test_a_session_keeps_its_state(cli: Command, sb: dsec.Sandbox) -> None:
     cli("exec", "--session", "s", "-c", "box", "cd /tmp; export X=1")
 
     assert cli("exec", "--session", "s", "-c", "box", "pwd; echo $X") == b"/tmp\n1\n"
+    assert cli("exec", "--session", "s", "box", "echo", "a  b") == b"a  b\n"
+
+
+def test_a_session_begins_as_its_first_command_says(cli: Command, sb: dsec.Sandbox) -> None:
+    begun = cli(
+        "exec", "--session", "s", "--cwd", "/tmp", "--env", "X=1", "--user", "nobody", "-c", "box", "pwd; echo $X"
+    )
+
+    assert begun == b"/tmp\n1\n"
+
+
+@pytest.mark.parametrize("option", [("--secret", "A=b"), ("--stdin",), ("--detach",)])
+def test_what_a_session_does_not_take_is_wrong_usage(cli: Command, sb: dsec.Sandbox, option: tuple[str, ...]) -> None:
+    cli("exec", "--session", "s", *option, "box", "true", status=2)
 
 
 def test_files_are_copied_both_ways(cli: Command, sb: dsec.Sandbox, tmp_path: Path) -> None:

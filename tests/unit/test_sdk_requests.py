@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dsec.core.errors import InvalidArgumentError, LimitError
+from dsec.core.limits import SECRET_BYTES_MAX, SECRETS_MAX
 from dsec.core.spec import Environment, Substrate
 from dsec.sdk.process import signal_number
 from dsec.sdk.requests import STDIN_INLINE_BYTES_MAX, make_exec, make_spec
@@ -26,6 +27,23 @@ def test_in_a_session_a_list_is_quoted_for_its_shell() -> None:
     request = make_exec(["echo", "a b", "$x"], session="main")
 
     assert request.shell == "echo 'a b' '$x'"
+
+
+@pytest.mark.parametrize(
+    "own", [{"cwd": "/"}, {"env": {"A": "b"}}, {"secrets": {"A": "b"}}, {"user": "root"}, {"rlimits": {"core": 0}}]
+)
+def test_in_a_session_a_command_has_nothing_of_its_own(own: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match="in a session"):
+        make_exec("true", session="main", **own)
+
+
+def test_secrets_are_bounded() -> None:
+    make_exec("true", secrets={"KEY": "x" * SECRET_BYTES_MAX})
+
+    with pytest.raises(LimitError, match="KEY"):
+        make_exec("true", secrets={"KEY": "x" * (SECRET_BYTES_MAX + 1)})
+    with pytest.raises(LimitError):
+        make_exec("true", secrets={f"K{n}": "" for n in range(SECRETS_MAX + 1)})
 
 
 @pytest.mark.parametrize("command", [b"ls", 5, ["a", 5], [], [""], "a\0b", ["a\0"]])

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dsec.sdk.process import AsyncProcess
     from dsec.sdk.results import ExecResult
     from dsec.sdk.sandbox import AsyncSandbox
+    from dsec.sdk.sessions import AsyncSession
 
 EXIT_TIMEOUT: Final = 124
 EXIT_PLATFORM: Final = 125
@@ -59,7 +60,7 @@ def run(
     backend: Substrate = "container",
     cpu: Cpu = 1.0,
     memory: Memory = "1GiB",
-    disk: Disk = "10GiB",
+    disk: Disk = None,
     pids: Pids = 1024,
     env: Env = None,
     secrets: Secrets = None,
@@ -118,28 +119,33 @@ def exec_(
     stdin: Stdin = False,
     shell: Shell = False,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Start it, say the exec's id, and go.")] = False,
-    session: Annotated[str | None, typer.Option(help="In a lasting shell of this name.", show_default=False)] = None,
+    session: Annotated[
+        str | None,
+        typer.Option(
+            help="In a lasting shell of this name; its directory, variables and user are those of its first command.",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Run a command in a sandbox; its output is shown as it comes.
 
     Example: dsec exec my-box -- make -j2 test
     """
+    if session is not None and (secrets or stdin or detach):
+        raise typer.BadParameter("goes with none of --secret, --stdin and --detach", param_hint="--session")
 
     async def work() -> int:
         async with client() as c:
             found = await find(c, sandbox)
-            options: dict[str, Any] = {
-                "cwd": cwd,
-                "env": parse_pairs(env, "variable"),
-                "secrets": parse_pairs(secrets, "secret"),
-                "timeout_s": timeout,
-            }
+            own: dict[str, Any] = {"cwd": cwd, "env": parse_pairs(env, "variable"), "user": user}
             if session is not None:
-                return await _in_session(found, session, _command(command, shell), options)
+                shell_of = found.session(session, **own)
+                return await _in_session(found, shell_of, _command(command, shell), timeout_s=timeout)
+            options = {**own, "secrets": parse_pairs(secrets, "secret"), "timeout_s": timeout}
             if detach:
-                return await _detached(found, _command(command, shell), {**options, "user": user})
-            return await _exec(found, _command(command, shell), stdin=stdin, user=user, **options)
+                return await _detached(found, _command(command, shell), options)
+            return await _exec(found, _command(command, shell), stdin=stdin, **options)
 
     raise typer.Exit(run_async(work()))
 
@@ -179,7 +185,9 @@ async def _detached(sandbox: AsyncSandbox, command: str | list[str], options: di
     return 0
 
 
-async def _in_session(sandbox: AsyncSandbox, name: str, command: str | list[str], options: dict[str, Any]) -> int:
+async def _in_session(
+    sandbox: AsyncSandbox, session: AsyncSession, command: str | list[str], *, timeout_s: float | None
+) -> int:
     def out(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -189,8 +197,7 @@ async def _in_session(sandbox: AsyncSandbox, name: str, command: str | list[str]
         sys.stderr.flush()
 
     live: dict[str, Any] = {} if settings.json else {"on_stdout": out, "on_stderr": err}
-    text = command if isinstance(command, str) else " ".join(command)
-    return _told(sandbox.id, await sandbox.session(name).exec(text, **options, **live))
+    return _told(sandbox.id, await session.exec(command, timeout_s=timeout_s, **live))
 
 
 async def _feed(process: AsyncProcess) -> None:

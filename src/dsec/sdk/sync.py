@@ -155,8 +155,6 @@ class Session(Blocking[AsyncSession]):
         self,
         command: Command,
         *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         grace_s: float = limits.EXEC_GRACE_S_DEFAULT,
         on_stdout: OutputCallback | None = None,
@@ -164,18 +162,15 @@ class Session(Blocking[AsyncSession]):
         check: bool = False,
         output_bytes_max: int | None = None,
         record_bytes_max: int = limits.EXEC_OUTPUT_BYTES_DEFAULT,
-        secrets: Mapping[str, str] | None = None,
     ) -> ExecResult:
         """Runs a command in the shell; `cd`, variables and functions stay for the next one.
 
-        Arguments as those of `Sandbox.exec`. When the command ends the shell itself (`exit`), `session_ended` is true
-        in the result, and the next exec begins a new one.
+        Arguments as those of `Sandbox.exec`; directory, environment and user are the shell's. When the command ends the
+        shell itself (`exit`), `session_ended` is true in the result, and the next exec begins a new one.
         """
         return portal().run_calling(
             lambda bridge: self._async.exec(
                 command,
-                cwd=cwd,
-                env=env,
                 timeout_s=timeout_s,
                 grace_s=grace_s,
                 on_stdout=bridge(on_stdout),
@@ -183,7 +178,6 @@ class Session(Blocking[AsyncSession]):
                 check=check,
                 output_bytes_max=output_bytes_max,
                 record_bytes_max=record_bytes_max,
-                secrets=secrets,
             )
         )
 

@@ -28,9 +28,9 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     cpu: float
     memory_bytes: int
-    disk_bytes: int
     pids_max: int
     network: str
+    disk_bytes: int
     name: str | None = None
     labels: dict[str, str] = {}
     user: str | None = None
@@ -184,19 +184,28 @@ class ExecRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         check_env(self.secrets)
         if len(self.secrets) > limits.SECRETS_MAX:
             raise LimitError(f"at most {limits.SECRETS_MAX} secrets")
+        for name, secret in self.secrets.items():
+            if len(secret.encode("utf-8", "surrogatepass")) > limits.SECRET_BYTES_MAX:
+                raise LimitError(f"the secret {name[:40]!r} has more than {limits.SECRET_BYTES_MAX} bytes")
         self._check_sizes()
         self._check_numbers()
         if self.cwd is not None:
             check_path(self.cwd, "cwd")
         if self.session is not None:
             parse_name(self.session, "session name")
-            if self.shell is None or self.stdin or self.stdin_data is not None or self.tty is not None or self.user:
-                raise InvalidArgumentError(
-                    "in a session an exec is a shell command without stdin, terminal or user of its own",
-                    hint="the session has its user; use an exec without session for the rest",
-                )
+            self._check_in_session()
         if self.stdin and self.stdin_data is not None:
             raise InvalidArgumentError("stdin and stdin_data exclude each other")
+
+    def _check_in_session(self) -> None:
+        """The shell of a session has a directory, an environment and a user already; an exec in it is text alone."""
+        stdin = self.stdin or self.stdin_data is not None or self.tty is not None
+        if self.shell is None or stdin or self.cwd or self.env or self.secrets or self.user or self.rlimits:
+            raise InvalidArgumentError(
+                "in a session an exec is shell text alone: no directory, environment, secrets, user, limits, stdin or "
+                "terminal of its own",
+                hint="say it in the text (`cd`, `export`), or use an exec without session",
+            )
 
     def _check_argv(self, argv: list[str] | list[bytes]) -> None:
         if not argv or not argv[0]:

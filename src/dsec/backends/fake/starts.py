@@ -119,16 +119,14 @@ def _prepare_in_session(owner: FakeAgent, request: agent.Exec) -> StartedExec:
     session = owner.sessions.get(request.session or "")
     if session is None:
         raise AgentFailure("session_not_found", f"there is no session {request.session!r}")
-    if request.shell is None or request.stdin or request.tty is not None or request.user is not None:
-        raise AgentFailure("invalid", "in a session an exec is a shell command without stdin, terminal or user")
+    own = (request.cwd, request.user, request.tty, request.env or None, request.rlimits or None)
+    if request.shell is None or request.stdin or any(given is not None for given in own):
+        raise AgentFailure("invalid", "an exec in a session has shell text only")
     if session.busy is not None:
         raise AgentFailure("session_busy", f"{session.busy} runs in session {session.name}")
     exec = FakeExec(owner.sandbox, request, session.pid)
     shell, text = session.shell, request.shell
     shell.process.stdout, shell.process.stderr = exec.sink(Channel.OUT), exec.sink(Channel.ERR)
-    shell.process.env.update(request.env)
-    if request.cwd is not None:
-        shell.process.cwd = _directory(owner, find_account(None), request.cwd)
 
     async def main() -> int:
         return await shell.run(text)
