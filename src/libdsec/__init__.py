@@ -31,7 +31,7 @@ class DSecContainerRunArgs:
     container_image: str = "base"
     memory_limit_mb: int = 1_024
     cpu_cores_limit: float = 1.0
-    disk_limit_mb: int = 10_240
+    disk_limit_mb: int | None = None
     pids_limit: int = 1_024
     ttl_running_stop: float | None = None  # seconds from now until it is destroyed
     ttl_idle_stop: float | None = None  # seconds without use
@@ -111,7 +111,7 @@ class DSecClient:
             backend=args.backend,
             memory=args.memory_limit_mb << 20,
             cpu=args.cpu_cores_limit,
-            disk=args.disk_limit_mb << 20,
+            disk=None if args.disk_limit_mb is None else args.disk_limit_mb << 20,
             pids=args.pids_limit,
             ttl_running_s=args.ttl_running_stop,
             ttl_idle_s=args.ttl_idle_stop,

@@ -90,9 +90,10 @@ class Place:
         settings: dict[str, Any] = {
             "run_dir": str(self.run),
             "state_dir": str(self.state),
-            "container": {"id_dir": str(self.ids), "cgroup_parent": self.name},
             **self.settings,
         }
+        own = {"id_dir": str(self.ids), "cgroup_parent": self.name}
+        settings["container"] = {**own, **settings.get("container", {})}
         settings["node"] = {"disk_free_bytes_min": 0, **settings.get("node", {})}
         return from_toml(settings, ServeConfig)
 

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from dsec.backends.container.record import ContainerRecord, parse_record
+from dsec.core.errors import UnsupportedError
 from dsec.density.cgroups import detect, read_keyed, read_number
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
@@ -188,3 +189,22 @@ async def test_a_destroyed_sandbox_has_no_cgroup_in_any_hierarchy(service: Servi
     await sandbox.destroy()
 
     assert not [path for path in places if path.exists()]
+
+
+async def test_a_disk_limit_that_cannot_be_enforced_is_refused(small_store: Path) -> None:
+    with private_place(small_store) as place:
+        async with served(place) as (_, client):
+            with pytest.raises(UnsupportedError, match="disk limit"):
+                await client.create(ENVIRONMENT, disk="20MiB")
+            async with await client.create(ENVIRONMENT) as sandbox:
+                assert (await sandbox.refresh()).disk_bytes is None
+
+
+async def test_files_in_memory_end_at_the_disk_limit(small_store: Path) -> None:
+    with private_place(small_store, settings={"container": {"disk": "tmpfs"}}) as place:
+        async with served(place) as (_, client):
+            async with await client.create(ENVIRONMENT, disk="20MiB", memory="256MiB") as sandbox:
+                full = await sandbox.exec("head -c 60000000 /dev/zero > /big")
+
+                assert full.exit_code != 0
+                assert "No space left" in full.stderr

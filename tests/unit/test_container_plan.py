@@ -57,6 +57,14 @@ def test_open_files_stay_below_what_the_host_can_give() -> None:
     assert plan_launch(instance(), CONFIG, FACTS, id_base=0).rlimits["nofile"] == [20_000, 20_000]
 
 
+def test_files_in_memory_are_bounded_by_the_limit_asked_for_or_by_the_memory() -> None:
+    in_memory = ContainerConfig(run_dir=Path("/run/d"), state_dir=Path("/var/d"), disk="tmpfs")
+
+    assert plan_launch(instance(), CONFIG, FACTS, id_base=0).upper_tmpfs_bytes is None
+    assert plan_launch(instance(memory_bytes=1 << 30), in_memory, FACTS, id_base=0).upper_tmpfs_bytes == 1 << 30
+    assert plan_launch(instance(disk_bytes=1 << 25), in_memory, FACTS, id_base=0).upper_tmpfs_bytes == 1 << 25
+
+
 def test_a_network_that_containers_do_not_have_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="routed"):
         plan_launch(instance(network=NetworkMode.ROUTED), CONFIG, FACTS, id_base=0)

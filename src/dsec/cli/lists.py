@@ -24,7 +24,7 @@ def create(
     backend: Substrate = "container",
     cpu: Cpu = 1.0,
     memory: Memory = "1GiB",
-    disk: Disk = "10GiB",
+    disk: Disk = None,
     pids: Pids = 1024,
     env: Env = None,
     user: Annotated[str | None, typer.Option(help="Of its commands.", show_default=False)] = None,

@@ -10,7 +10,7 @@ Environment = Annotated[str, typer.Option("--environment", "-E", help="What it s
 Substrate = Annotated[str, typer.Option("--backend", help="container, microvm, fullvm …")]
 Cpu = Annotated[float, typer.Option(help="Cores.")]
 Memory = Annotated[str, typer.Option(help='Such as "512MiB".')]
-Disk = Annotated[str, typer.Option(help='Such as "10GiB".')]
+Disk = Annotated[str | None, typer.Option(help='Such as "10GiB". Refused where it cannot be enforced.')]
 Pids = Annotated[int, typer.Option(help="Processes at once.")]
 Env = Annotated[list[str] | None, typer.Option("--env", "-e", help="KEY=VALUE; KEY alone takes it from here.")]
 Labels = Annotated[list[str] | None, typer.Option("--label", "-l", help="KEY=VALUE.")]

@@ -52,7 +52,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     substrate: Substrate = Substrate.CONTAINER
     cpu: float = 1.0  # cores
     memory_bytes: int = limits.GIB
-    disk_bytes: int = 10 * limits.GIB
+    disk_bytes: int | None = None  # what it may write; refused where the node cannot enforce it
     pids_max: int = 1024
     network: NetworkMode = NetworkMode.NONE
     env: dict[str, str] = {}
@@ -68,7 +68,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def __post_init__(self) -> None:
         _within("cpu", self.cpu, limits.CPU_MIN, limits.CPU_MAX, "cores")
         _within("memory", self.memory_bytes, limits.MEMORY_BYTES_MIN, limits.MEMORY_BYTES_MAX, "bytes")
-        _within("disk", self.disk_bytes, limits.DISK_BYTES_MIN, limits.DISK_BYTES_MAX, "bytes")
+        if self.disk_bytes is not None:
+            _within("disk", self.disk_bytes, limits.DISK_BYTES_MIN, limits.DISK_BYTES_MAX, "bytes")
         _within("pids", self.pids_max, limits.PIDS_MIN, limits.PIDS_MAX, "processes")
         for what, ttl in (("ttl_running_s", self.ttl_running_s), ("ttl_idle_s", self.ttl_idle_s)):
             if ttl is not None:

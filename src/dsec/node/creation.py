@@ -158,6 +158,11 @@ class Creation:
                 f"{spec.substrate} sandboxes on this node do not have network mode {spec.network}",
                 hint=f"they have {', '.join(sorted(backend.capabilities.networks))}",
             )
+        if spec.disk_bytes is not None and backend.capabilities.disk_limit is None:
+            raise UnsupportedError(
+                f"{spec.substrate} sandboxes on this node cannot be held to a disk limit",
+                hint="leave disk out, or set disk = 'tmpfs' for containers in the node's configuration",
+            )
         return backend
 
     async def _reserve(self, spec: SandboxSpec, backend: Backend, caller: Caller, key: str | None) -> Supervisor:

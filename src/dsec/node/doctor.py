@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from dsec import __version__
-from dsec.backends.base import Probe
+from dsec.backends.base import Capabilities, Probe
 from dsec.core.errors import DsecError
 from dsec.core.units import format_size
 from dsec.node.fingerprint import DEGRADED, MISSING, OK, fingerprint
@@ -24,6 +24,7 @@ async def examine(node: Node) -> DoctorReport:
         probe = await backend.probe()
         substrates[str(substrate)] = "ok" if probe.usable else probe.reason or "not usable"
         findings.extend(_of_probe(str(substrate), probe))
+        findings.append(_disk_limit(backend.capabilities))
     return DoctorReport(node=node.id, version=__version__, findings=findings, substrates=substrates)
 
 
@@ -38,6 +39,18 @@ def _of_probe(substrate: str, probe: Probe) -> list[Finding]:
         head,
         *(Finding(what=f"{substrate}: {name}", status=OK, detail=found) for name, found in probe.facts.items()),
     ]
+
+
+def _disk_limit(able: Capabilities) -> Finding:
+    what = f"{able.substrate}: disk limit"
+    if able.disk_limit is not None:
+        return Finding(what=what, status=OK, detail=able.disk_limit)
+    return Finding(
+        what=what,
+        status=DEGRADED,
+        detail="none: a create that asks for one is refused, and one sandbox can fill the disk down to the reserve",
+        hint="set disk = 'tmpfs' in the section for containers, which keeps their files in memory",
+    )
 
 
 async def _environments(node: Node) -> Finding:

@@ -29,8 +29,8 @@ from dsec.wire import agent
 from dsec.wire.agent import ExecEnd, ExecStatus
 
 _ACK_BYTES: Final = EXEC_UNACKED_BYTES_MAX // 4
-# The agent keeps unacknowledged output within bounds of bytes and of pieces, for one exec and for all of them, and stops
-# reading at each bound: so many small pieces are acknowledged too, and in a pause whatever is there.
+# The agent keeps unacknowledged output within bounds of bytes and of pieces, for one exec and for all of them, and
+# stops reading at each bound: so many small pieces are acknowledged too, and in a pause whatever is there.
 _ACK_CHUNKS: Final = 2_048
 _ACK_IDLE_S: Final = 0.1
 _ATTACH_AGAIN_S: Final = 0.05  # back-off between tries on an open channel

@@ -24,7 +24,7 @@ class CreateOptions(TypedDict, total=False):
     backend: str
     cpu: float
     memory: int | str
-    disk: int | str
+    disk: int | str | None
     pids: int
     env: Mapping[str, str] | None
     user: str | None
@@ -44,7 +44,7 @@ def make_spec(
     backend: str = "container",
     cpu: float = 1.0,
     memory: int | str = "1GiB",
-    disk: int | str = "10GiB",
+    disk: int | str | None = None,
     pids: int = 1024,
     env: Mapping[str, str] | None = None,
     user: str | None = None,
@@ -62,7 +62,7 @@ def make_spec(
         substrate=_chosen(Substrate, backend, "backend"),
         cpu=cpu,
         memory_bytes=parse_size(memory, "memory"),
-        disk_bytes=parse_size(disk, "disk"),
+        disk_bytes=None if disk is None else parse_size(disk, "disk"),
         pids_max=pids,
         network=_chosen(NetworkMode, network, "network"),
         env=dict(env or {}),

@@ -60,7 +60,7 @@ class AsyncSandbox:
         backend: str = "container",
         cpu: float = 1.0,
         memory: int | str = "1GiB",
-        disk: int | str = "10GiB",
+        disk: int | str | None = None,
         pids: int = 1024,
         env: Mapping[str, str] | None = None,
         user: str | None = None,

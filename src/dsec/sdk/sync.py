@@ -427,7 +427,7 @@ class Sandbox(Blocking[AsyncSandbox]):
         backend: str = "container",
         cpu: float = 1.0,
         memory: int | str = "1GiB",
-        disk: int | str = "10GiB",
+        disk: int | str | None = None,
         pids: int = 1024,
         env: Mapping[str, str] | None = None,
         user: str | None = None,

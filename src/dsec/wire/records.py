@@ -30,7 +30,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     pids_max: int
     network: str
-    disk_bytes: int
+    disk_bytes: int | None = None  # None: no limit of its own
     name: str | None = None
     labels: dict[str, str] = {}
     user: str | None = None

@@ -36,6 +36,7 @@ class FakeBackend:
             networks=frozenset({NetworkMode.NONE}),
             pause=pause,
             survives_node=True,
+            disk_limit="imagined",
         )
 
     @property
