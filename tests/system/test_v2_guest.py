@@ -1,0 +1,97 @@
+"""Containers on a host with cgroup2 alone, and on one without it: Debian's kernel 6.12 in an emulated machine.
+
+Needs QEMU and, once, apt to fetch the kernel: see `dsec.testing.guest`. Minutes, for everything in there is emulated.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from dsec.testing.guest import GuestError, GuestResult, qemu, run_in_guest
+from dsec.testing.guest_kernel import GuestKernel, GuestUnavailableError, guest_kernel
+from dsec.testing.processes import command_line, descendants
+
+pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(1_800)]
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 1_700.0
+
+# What depends on the hierarchy, and what depends on the kernel.
+V2_TESTS = (
+    "tests/system/test_container_limits.py",
+    "tests/system/test_node_containers.py::test_kill_9_of_the_node_loses_no_sandbox_and_no_output",
+    "tests/native/test_launch_sandboxes.py::test_launch_and_destroy_leave_nothing",
+    "tests/native/test_launch_sandboxes.py::test_a_kill_for_memory_is_counted",
+    "tests/native/test_launch_sandboxes.py::test_files_keep_the_ids_of_the_sandbox_on_disk",
+    "tests/native/test_launch_erofs.py",
+    "tests/native/test_launch_confinement.py",
+)
+# Its kernel limits memory in cgroup2 only.
+V1_TESTS = ("tests/system/test_container_limits.py",)
+
+
+@pytest.fixture(scope="module")
+def kernel(native_binaries: dict[str, Path]) -> GuestKernel:
+    try:
+        qemu()
+        return guest_kernel()
+    except GuestUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def run_tests(kernel: GuestKernel, tests: Iterable[str], *, cgroups: str, before: str = ":") -> GuestResult:
+    # Only what these tests need is loaded: each module costs the emulated processor its time.
+    plugins = ["-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+    command = shlex.join([sys.executable, "-m", "pytest", *plugins, "--timeout", "900", "-v", *tests])
+    env = {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "DSEC_TEST_BUILT": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": "/root",
+    }
+    script = ["sh", "-c", f"{before}; {command}"]
+    result = run_in_guest(kernel, script, cgroups=cgroups, cwd=ROOT, env=env, deadline_s=DEADLINE_S)
+    print(result.output.decode(errors="replace"), f"{result.took_s:.0f} s")
+    return result
+
+
+def test_output_and_exit_status_come_back_and_nothing_is_written_outside(kernel: GuestKernel) -> None:
+    script = f"uname -r; echo wrong >&2; echo x > {ROOT}/from-the-guest && cat {ROOT}/from-the-guest; exit 3"
+
+    result = run_in_guest(kernel, ["sh", "-c", script], deadline_s=300)
+
+    assert (result.exit_code, result.output.split()[1:]) == (3, [b"wrong", b"x"])
+    assert result.output.startswith(b"6.12.")
+    assert not (ROOT / "from-the-guest").exists()
+
+
+def test_a_guest_that_takes_too_long_is_ended(kernel: GuestKernel) -> None:
+    with pytest.raises(GuestError, match=r"(?s)not done after 60 s.*begun"):
+        run_in_guest(kernel, ["sh", "-c", "echo begun; sleep 600"], deadline_s=60)
+
+    assert not [line for pid in descendants(frozenset({os.getpid()})) if b"qemu" in (line := command_line(pid))]
+
+
+def test_containers_on_a_host_with_cgroup2_alone(kernel: GuestKernel) -> None:
+    result = run_tests(kernel, V2_TESTS, cgroups="v2")
+
+    assert result.exit_code == 0
+    assert result.output.count(b" PASSED") >= 20
+    assert b" SKIPPED" not in result.output
+
+
+def test_a_host_without_cgroup2_runs_containers_and_says_what_they_lack(kernel: GuestKernel) -> None:
+    doctor = shlex.join([sys.executable, "-m", "dsec.cli.main", "doctor"])
+
+    result = run_tests(kernel, V1_TESTS, cgroups="v1", before=doctor)
+
+    assert b"v1 only: cpu freezer pids" in result.output
+    assert b"mount a cgroup2 hierarchy" in result.output
+    assert result.exit_code == 0
+    assert result.output.count(b" PASSED") >= 4
