@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 import dsec
-from bench import machine, peers
+from bench import machine, peers, transfers
+from bench.cost import Cost
 from bench.series import Measure, Series, interleave, timed
 from dsec.binaries import find_binary
 from dsec.core.spec import Environment
@@ -42,13 +43,16 @@ def main() -> None:
             )
         )
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dsec-bench-")))
-        create = measure_create(client, options.environment, rootfs, scratch, options.rounds)
+        phases = Phases()
+        create = measure_create(client, options.environment, rootfs, scratch, options.rounds, phases)
         execs = measure_exec(client, options.environment, options.rounds * 5)
         result = {
             "machine": machine.describe(),
             "create": summarise(create, floor="floor", subject="dsec create + first exec"),
+            "phases": {name: one.summary() for name, one in phases.series.items()},
             "exec": summarise(execs, floor="posix_spawn + one loopback call", subject="dsec exec true"),
             "sustained": measure_sustained(client, options.environment, options.sustained),
+            "transfers": transfers.measure(client, options.environment),
             "import_ms": measure_import(),
         }
     show(result)
@@ -59,26 +63,46 @@ def main() -> None:
         print(text)
 
 
+class Phases:
+    """What a create, its first exec and the removal consist of, as the caller sees it."""
+
+    def __init__(self) -> None:
+        names = ("create", "create, within the node", "first exec", "destroy")
+        self.series = {name: Series(name) for name in names}
+
+    def add(self, **milliseconds: float) -> None:
+        for series, value in zip(self.series.values(), milliseconds.values(), strict=True):
+            series.milliseconds.append(value)
+
+
 def measure_create(
-    client: dsec.Client, environment: str, rootfs: Path, scratch: Path, rounds: int
+    client: dsec.Client, environment: str, rootfs: Path, scratch: Path, rounds: int, phases: Phases
 ) -> dict[str, Series]:
     """From the call to the answer of the first command, as the caller sees it; removal is not counted."""
     measures: dict[str, Measure | None] = {
         "floor": peers.floor(find_binary("dsec-floor"), rootfs),
-        "dsec create + first exec": lambda: [create_once(client, environment)],
+        "dsec create + first exec": lambda: [create_once(client, environment, phases)],
         "bwrap true": peers.bwrap(rootfs),
         "runc run true": peers.runc(rootfs, scratch),
     }
     return interleave({name: measure for name, measure in measures.items() if measure is not None}, rounds)
 
 
-def create_once(client: dsec.Client, environment: str) -> float:
-    started = time.perf_counter_ns()
+def create_once(client: dsec.Client, environment: str, phases: Phases) -> float:
+    started = time.perf_counter()
     sandbox = client.create(environment)
+    created = time.perf_counter()
     sandbox.exec(["true"], check=True)
-    elapsed = (time.perf_counter_ns() - started) / 1e6
+    answered = time.perf_counter()
     sandbox.destroy()
-    return elapsed
+    ended = time.perf_counter()
+    phases.add(
+        create=(created - started) * 1000,
+        node=sandbox.info.create_ms or 0.0,
+        exec=(answered - created) * 1000,
+        destroy=(ended - answered) * 1000,
+    )
+    return (answered - started) * 1000
 
 
 def measure_exec(client: dsec.Client, environment: str, rounds: int) -> dict[str, Series]:
@@ -98,18 +122,25 @@ def measure_exec(client: dsec.Client, environment: str, rounds: int) -> dict[str
         )
 
 
-def measure_sustained(client: dsec.Client, environment: str, count: int) -> dict[str, float]:
+def measure_sustained(client: dsec.Client, environment: str, count: int) -> dict[str, object]:
     """Create and destroy, eight at a time."""
     from concurrent.futures import ThreadPoolExecutor
 
     def one(_: int) -> None:
         client.create(environment).destroy()
 
-    started = time.perf_counter()
     with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(16)))  # connections and caches
+        cost = Cost(client)
+        started = time.perf_counter()
         list(pool.map(one, range(count)))
-    elapsed = time.perf_counter() - started
-    return {"sandboxes": count, "seconds": round(elapsed, 2), "per_second": round(count / elapsed, 1)}
+        elapsed = time.perf_counter() - started
+    return {
+        "sandboxes": count,
+        "seconds": round(elapsed, 2),
+        "per_second": round(count / elapsed, 1),
+        "cpu_ms_each": cost.per(count),
+    }
 
 
 def measure_import() -> float:
@@ -134,13 +165,14 @@ def summarise(series: dict[str, Series], *, floor: str, subject: str) -> dict[st
 
 
 def show(result: dict[str, object]) -> None:
-    for part in ("create", "exec"):
+    for part in ("create", "phases", "exec"):
         rows = result[part]
         assert isinstance(rows, dict)
         for name, row in rows.items():
             text = "  ".join(f"{key} {value}" for key, value in row.items())
             print(f"{part:8} {name:34} {text}", file=sys.stderr)
-    print(f"sustained {result['sustained']}  import {result['import_ms']} ms", file=sys.stderr)
+    for part in ("sustained", "transfers", "import_ms"):
+        print(f"{part:8} {result[part]}", file=sys.stderr)
 
 
 if __name__ == "__main__":

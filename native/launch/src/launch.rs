@@ -354,6 +354,21 @@ mod tests {
     }
 
     #[test]
+    fn no_process_is_moved_by_a_list_of_processes() {
+        let (parts, system) = (Parts::new(), Fake::new(None));
+
+        launch(&system, &parts.job(None)).unwrap();
+
+        let log = system.log.borrow();
+        let moving =
+            |entry: &&String| entry.contains("cgroup.procs") && !entry.starts_with("change_owner");
+        assert_eq!(log.iter().find(moving), None);
+        assert!(log
+            .iter()
+            .any(|entry| entry == "open /cg1/cpuset/s/tasks Write"));
+    }
+
+    #[test]
     fn limits_are_not_given_away() {
         let (parts, system) = (Parts::new(), Fake::new(None));
 
