@@ -186,7 +186,9 @@ class AgentChannel:
         self._transport = transport
         transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
         assert self._marker is not None
-        transport.write(self._marker)
+        # Hello follows at once: the agent reads on behind the preamble, and a turn is saved.
+        hello = agent.Hello(agent.GENERATION_MIN, agent.GENERATION_MAX, self.sandbox)
+        transport.write(self._marker + encode_frame(FrameType.HELLO, 0, pack(hello)))
 
     def _lost(self, error: Exception | None) -> None:
         failure = UnavailableError(f"the connection to the agent of {self.sandbox} ended")
@@ -256,8 +258,6 @@ class AgentChannel:
         rest = bytes(self._scan[found + len(marker) :])
         self._scan.clear()
         self._marker = None
-        hello = agent.Hello(agent.GENERATION_MIN, agent.GENERATION_MAX, self.sandbox)
-        self.write(encode_frame(FrameType.HELLO, 0, pack(hello)))
         return rest
 
     def _on_frame(self, type: int, stream: int, body: bytes) -> None:
