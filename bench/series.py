@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -45,10 +46,14 @@ def timed(action: Callable[[], object]) -> Measure:
 
 
 def interleave(measures: dict[str, Measure], rounds: int, *, warmup: int = 2) -> dict[str, Series]:
-    """A B C A B C …: what disturbs the machine disturbs all alike."""
+    """Each once a round, so that what disturbs the machine disturbs all alike; in another order each time, for one may
+    make it easier for the next (by what the kernel keeps ready)."""
     series = {name: Series(name) for name in measures}
+    order = list(measures.items())
+    chance = random.Random(0)
     for turn in range(warmup + rounds):
-        for name, measure in measures.items():
+        chance.shuffle(order)
+        for name, measure in order:
             values = measure()
             if turn >= warmup:
                 series[name].milliseconds.extend(values)
