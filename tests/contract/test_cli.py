@@ -21,7 +21,7 @@ import pytest
 import dsec
 from tests.contract.sdk_service import RunningService, running_service
 
-DSEC = [sys.executable, "-m", "dsec.cli.main"]
+DSEC = [sys.executable, "-m", "dsec"]
 
 
 @dataclass

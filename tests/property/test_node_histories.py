@@ -8,12 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsec.backends.fake.host import FakeHost
 from dsec.core.errors import DsecError, GoneError
 from dsec.core.ids import new_exec_id
+from dsec.core.states import SandboxState, may_move
+from dsec.node.journal import Journal
+from dsec.node.rows import KeyRow, SandboxRow, Tombstone
 from dsec.testing.faults import Faults
 from dsec.testing.nodes import FAKE_SPEC, NodeClient, crash, fake_instance, fake_node, make_fake_node
 from dsec.testing.waiting import eventually
@@ -42,6 +46,37 @@ class Ran:
     sandbox: str
     id: str = field(default_factory=new_exec_id)
     ended: records.ExecAnswer | None = None
+
+
+class Moves:
+    """Watches what is journalled: every change of a state is one of the table, whatever fails and whoever dies."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: set[tuple[SandboxState, SandboxState]] = set()
+        self._states: dict[str, SandboxState] = {}
+        intend, put, bury = Journal.intend, Journal.put, Journal.bury
+
+        async def watched_intend(journal: Journal, row: SandboxRow, key: KeyRow | None) -> None:
+            self._states[row.id] = SandboxState(row.state)
+            await intend(journal, row, key)
+
+        async def watched_put(journal: Journal, row: SandboxRow) -> None:
+            self._move(row.id, row.state)
+            await put(journal, row)
+
+        async def watched_bury(journal: Journal, tombstone: Tombstone) -> None:
+            self._move(tombstone.sandbox.id, tombstone.sandbox.state)
+            await bury(journal, tombstone)
+
+        patch.setattr(Journal, "intend", watched_intend)
+        patch.setattr(Journal, "put", watched_put)
+        patch.setattr(Journal, "bury", watched_bury)
+
+    def _move(self, id: str, state: str) -> None:
+        old, new = self._states.get(id, SandboxState.CREATING), SandboxState(state)
+        self._states[id] = new
+        if old is not new:
+            self.seen.add((old, new))
 
 
 class History:
@@ -128,7 +163,8 @@ class History:
 @given(steps=STEPS)
 def test_any_history_ends_with_nothing_left_and_nothing_wrong(steps: list[tuple[str, int, int]]) -> None:
     async def play() -> None:
-        with tempfile.TemporaryDirectory() as directory:
+        with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+            moves = Moves(patch)
             history = History(Path(directory))
             await history.start()
             for what, which, nth in steps:
@@ -136,6 +172,7 @@ def test_any_history_ends_with_nothing_left_and_nothing_wrong(steps: list[tuple[
                 with Faults(0 if restarting else nth), suppress(DsecError):
                     await history.step(what, which)
             await history.finish()
+            assert {move for move in moves.seen if not may_move(*move)} == set()
 
     asyncio.run(asyncio.wait_for(play(), 100))
 

@@ -41,6 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"core", "wire", "sdk", "rollout"},
     "dashboard": {"core", "wire", "sdk", "rollout"},
     "cli": {"core", "wire", "sdk", "rollout"},
+    # `python -m dsec` is the command.
+    "__main__": {"cli"},
 }
 # Composition root and published test tools.
 ANYTHING = {"serve", "testing"}

@@ -133,7 +133,8 @@ async def test_health_and_doctor_answer(client: NodeClient) -> None:
     assert health.sandboxes == 1
     assert health.node == client.node.id
     assert report.substrates == {"fake": "ok"}
-    assert {"kernel", "cgroups", "disk", "memory", "KVM"} <= {finding.what for finding in report.findings}
+    named = {finding.what for finding in report.findings}
+    assert {"kernel", "cgroups", "disk", "memory", "KVM", "fake: disk limit", "fake: resource view"} <= named
     assert {finding.status for finding in report.findings} <= {"ok", "degraded", "missing"}
 
 

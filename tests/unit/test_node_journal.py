@@ -1,3 +1,5 @@
+"""The journal: what it keeps, in which order, what it refuses, and what a broken one does."""
+
 from __future__ import annotations
 
 import asyncio

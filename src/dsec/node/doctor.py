@@ -25,6 +25,7 @@ async def examine(node: Node) -> DoctorReport:
         substrates[str(substrate)] = "ok" if probe.usable else probe.reason or "not usable"
         findings.extend(_of_probe(str(substrate), probe))
         findings.append(_disk_limit(backend.capabilities))
+        findings.append(_resource_view(backend.capabilities))
     return DoctorReport(node=node.id, version=__version__, findings=findings, substrates=substrates)
 
 
@@ -50,6 +51,18 @@ def _disk_limit(able: Capabilities) -> Finding:
         status=DEGRADED,
         detail="none: a create that asks for one is refused, and one sandbox can fill the disk down to the reserve",
         hint="set disk = 'tmpfs' in the section for containers, which keeps their files in memory",
+    )
+
+
+def _resource_view(able: Capabilities) -> Finding:
+    what = f"{able.substrate}: resource view"
+    if able.resource_view != "host":
+        return Finding(what=what, status=OK, detail=able.resource_view)
+    return Finding(
+        what=what,
+        status=DEGRADED,
+        detail="host: nproc and /proc/meminfo show programs the whole machine; their limits hold all the same",
+        hint="tell programs their share, for example make -j or pytest -n with a number",
     )
 
 

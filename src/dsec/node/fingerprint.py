@@ -54,7 +54,6 @@ def _probes(config: NodeConfig) -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "memory", lambda: _memory(config)
     yield "disk", lambda: _disk(config)
     yield "descriptors", _descriptors
-    yield "lxcfs", _lxcfs
     yield "KVM", _kvm
 
 
@@ -152,17 +151,6 @@ def _descriptors() -> Finding:
     status = OK if soft >= _NOFILE_GOOD else DEGRADED
     hint = None if status == OK else f"LimitNOFILE={_NOFILE_GOOD} for the node's service"
     return Finding(what="descriptors", status=status, detail=f"{soft} (hard {hard})", hint=hint)
-
-
-def _lxcfs() -> Finding:
-    if os.path.ismount("/var/lib/lxcfs"):
-        return Finding(what="lxcfs", status=OK, detail="sandboxes see their own CPU and memory figures, live")
-    return Finding(
-        what="lxcfs",
-        status=DEGRADED,
-        detail="not running; /proc/meminfo of sandboxes is static",
-        hint="apt install lxcfs",
-    )
 
 
 def _kvm() -> Finding:

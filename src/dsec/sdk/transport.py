@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Query = Mapping[str, "str | bytes | int | float | bool | None"]
-Body = Callable[[], AsyncIterable[bytes]]  # called once per attempt
 
 CALLS_MAX: Final = 256  # connections for short requests
 STREAMS_MAX: Final = 2_048  # connections that last: output, files, waits. Apart, so that these never starve the others

@@ -24,7 +24,6 @@ class ContainerConfig:
     shm_bytes: int = 64 * MIB
     pids_kept_for_host: int = 4096
     launcher_start_s: float = 10.0
-    freeze_deadline_s: float = 10.0
 
     def __post_init__(self) -> None:
         if len(str(self.run_dir)) > RUN_DIR_BYTES_MAX:

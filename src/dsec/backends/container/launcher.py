@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import socket
 import subprocess
@@ -255,9 +254,3 @@ class Launcher:
         self._exits[event.sandbox] = event
         while len(self._exits) > _EXITS_KEPT_MAX:
             self._exits.popitem(last=False)
-
-
-async def quietly(awaitable: Any) -> None:
-    """Clean-up after a failure that is being reported already."""
-    with contextlib.suppress(Exception):
-        await awaitable
