@@ -52,6 +52,13 @@ def assert_nothing_left(host: Host) -> None:
     wait_for(lambda: not wire.leftovers(host))
 
 
+def test_nobody_else_may_write_what_lies_in_the_run_directory(host: Host, client: LaunchClient) -> None:
+    names = {path.name for path in host.run.iterdir()}
+
+    assert {"launch.pid", "launch.lock", "launch.sock", "launch.mnt"} <= names
+    assert [name for name in names if (host.run / name).lstat().st_mode & 0o022] == []
+
+
 def test_launch_and_destroy_leave_nothing(host: Host, client: LaunchClient) -> None:
     plan = host.plan()
 

@@ -22,7 +22,9 @@ mod undo;
 mod wire;
 mod workers;
 
+use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use dsec_sys::seqpacket::{listen, signal_descriptor, Kind};
@@ -97,7 +99,7 @@ fn run(args: Args) -> Result<i32> {
         .doing("block", "signals")?;
     let listener = listen_at(&run)?;
     let pid = run.join("launch.pid");
-    std::fs::write(&pid, format!("{}\n", std::process::id())).doing_to("write", &pid)?;
+    write_own(&pid, &format!("{}\n", std::process::id())).doing_to("write", &pid)?;
     if let Some(ready) = ready {
         become_silent(&system)?;
         paths::write_once(ready.as_fd(), b"r").doing("tell", "readiness")?;
@@ -119,6 +121,17 @@ fn run(args: Args) -> Result<i32> {
     };
     Daemon::new(setting, missed)?.serve()?;
     Ok(0)
+}
+
+/// Replaces the file. Sandboxes' files are made without a umask, ours are for us alone.
+fn write_own(path: &Path, text: &str) -> std::io::Result<()> {
+    let mut file = std::fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(path)?;
+    file.write_all(text.as_bytes())
 }
 
 fn lock(path: &Path) -> Result<Option<OwnedFd>> {
