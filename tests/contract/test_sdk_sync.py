@@ -245,6 +245,27 @@ def test_many_programs_at_once_start_one_service(short_tmp: Path) -> None:
     assert pids.pop().isdigit()
 
 
+def test_a_service_that_was_stopped_is_not_started_again_by_who_used_it(short_tmp: Path) -> None:
+    environment = _own_environment(short_tmp)
+    code = """
+import subprocess, sys, dsec
+client = dsec.Client()
+client.health()
+subprocess.run([sys.executable, "-m", "dsec.serve", "down"], check=True, stderr=subprocess.DEVNULL)
+try:
+    client.list()
+except dsec.errors.UnavailableError as error:
+    print("down", error.hint)
+"""
+    try:
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    finally:
+        subprocess.run([sys.executable, "-m", "dsec.serve", "down"], env=environment, timeout=60)
+
+    assert done.stdout.startswith("down"), done.stderr
+    assert "dsec up" in done.stdout
+
+
 def test_a_service_that_does_not_start_says_why(short_tmp: Path) -> None:
     environment = _own_environment(short_tmp, substrates="nonsense")
     code = "import dsec\ntry: dsec.Client().health()\nexcept dsec.errors.HostError as e: print(e)"

@@ -227,8 +227,9 @@ class Transport:
             try:
                 response = await stack.enter_async_context(request())
             except aiohttp.ClientConnectorError:
-                # Nothing was sent: no connection came about.
-                if not self.endpoint.autostart or self.endpoint.socket is None:
+                # Nothing was sent: no connection came about. A service that had answered this client was stopped, or is
+                # being restarted by somebody with settings of theirs: not ours to start again.
+                if self._answered or not self.endpoint.autostart or self.endpoint.socket is None:
                     raise
                 await self._start()
                 response = await stack.enter_async_context(request())
