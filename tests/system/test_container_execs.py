@@ -15,6 +15,7 @@ from dsec.core.errors import DsecError
 from dsec.core.limits import MIB
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
+from dsec.security import capabilities
 from dsec.testing.waiting import eventually
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
 
@@ -191,6 +192,27 @@ async def test_users_by_name_and_number_with_their_groups(sandbox: AsyncSandbox)
         assert sorted(got[2].split()) == sorted(shown.split(":")[2].split()), user
     with pytest.raises(DsecError, match="no user"):
         await sandbox.exec("true", user="nobody-here")
+
+
+@pytest.mark.parametrize(("gain", "effective"), [(False, "65534"), (True, "0")], ids=["by default", "asked for"])
+async def test_a_set_user_id_program_raises_only_where_that_was_asked_for(
+    node: tuple[Place, AsyncClient], gain: bool, effective: str
+) -> None:
+    async with await node[1].create(ENVIRONMENT, memory="128MiB", privilege_gain=gain) as sandbox:
+        await sandbox.exec("cp /bin/cat /tmp/status && chmod 4755 /tmp/status", check=True)
+        shell = sandbox.session("user", user="65534")
+
+        of_exec = (await sandbox.exec(["/tmp/status", "/proc/self/status"], user="65534", check=True)).stdout
+        of_session = (await shell.exec("/tmp/status /proc/self/status", check=True)).stdout
+
+    for status in (of_exec, of_session):
+        facts = dict(line.split(":", 1) for line in status.splitlines())
+        assert facts["Uid"].split()[:2] == ["65534", effective]
+        assert facts["NoNewPrivs"].strip() == ("0" if gain else "1")
+        # Neither the agent's own capabilities nor more system calls come with it.
+        assert int(facts["CapEff"], 16) == (capabilities.EXEC if gain else 0)
+        assert int(facts["CapBnd"], 16) == capabilities.EXEC
+        assert facts["Seccomp_filters"].strip() == "2"
 
 
 async def test_a_user_reads_and_kills_nothing_of_root(sandbox: AsyncSandbox) -> None:

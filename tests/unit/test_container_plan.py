@@ -16,6 +16,7 @@ from dsec.core.ids import NodeId, SandboxId
 from dsec.core.spec import Environment, NetworkMode, SandboxSpec
 from dsec.density.cgroups import CgroupHost
 from dsec.security import syscalls
+from dsec.security.capabilities import mask
 from dsec.wire.codec import pack
 from dsec.wire.launch import MESSAGE_BYTES_MAX
 
@@ -49,8 +50,12 @@ def test_the_socket_path_fits_where_the_kernel_keeps_it() -> None:
 
 
 def test_new_privileges_are_possible_only_when_asked_for() -> None:
-    assert plan_launch(instance(), CONFIG, FACTS, id_base=0).no_new_privs
-    assert not plan_launch(instance(privilege_gain=True), CONFIG, FACTS, id_base=0).no_new_privs
+    plain, gaining = (plan_launch(instance(privilege_gain=gain), CONFIG, FACTS, id_base=0) for gain in (False, True))
+
+    assert (plain.no_new_privs, gaining.no_new_privs) == (True, False)
+    # A filter is loaded by right of no_new_privs, or of the agent's sys_admin; commands have that in neither case.
+    assert gaining.caps_agent == plain.caps_agent | mask("sys_admin")
+    assert gaining.caps_exec == plain.caps_exec == plain.caps_exec & ~mask("sys_admin")
 
 
 def test_open_files_stay_below_what_the_host_can_give() -> None:

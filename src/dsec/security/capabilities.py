@@ -14,6 +14,7 @@ _BITS: Final = {
     "setuid": 7,
     "setpcap": 8,
     "net_bind_service": 10,
+    "sys_admin": 21,
     "setfcap": 31,
 }
 
@@ -30,3 +31,7 @@ EXEC: Final = mask(
 
 # The agent hands commands theirs, so it needs them all, and setpcap to cut the bounding set.
 AGENT: Final = EXEC | mask("setpcap")
+
+# Without no_new_privs a filter is loaded by right of sys_admin alone: the agent loads that of each command, which never
+# has the right itself. What else the right would allow is refused to the agent by its own filter.
+AGENT_WITH_PRIVILEGE_GAIN: Final = AGENT | mask("sys_admin")

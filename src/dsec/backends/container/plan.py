@@ -76,7 +76,7 @@ def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFact
         cgroup1_files=cgroups.cgroup1_files,
         rlimits={"nofile": [open_files, facts.open_files_hard], "core": [0, 0]},
         sysctls=_sysctls(spec.memory_bytes),
-        caps_agent=capabilities.AGENT,
+        caps_agent=capabilities.AGENT_WITH_PRIVILEGE_GAIN if spec.privilege_gain else capabilities.AGENT,
         caps_exec=capabilities.EXEC,
         filter_agent=AGENT_FILTER,
         filter_exec=EXEC_FILTER,
