@@ -106,7 +106,8 @@ async def test_a_command_gets_no_more_processor_time_than_it_may(service: Servic
 
     assert result.timed_out
     spent = ((await sandbox.metrics()).cpu_s or 0.0) - before
-    assert 0 < spent <= CPU * (asyncio.get_running_loop().time() - started) + 0.1
+    assert (spent > 0) == (HOST.v2 is not None)  # only cgroup2 counts it
+    assert spent <= CPU * (asyncio.get_running_loop().time() - started) + 0.1
     assert read_keyed(statistics)["nr_throttled"] > 0
 
 
