@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -103,6 +104,7 @@ class Counts:
 
 def main() -> int:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, which destroys the sandbox
     project, story = PROJECTS[options.project.partition("==")[0]], Story()
     with dsec.Client() as client:
         with story.step("service"):
@@ -113,7 +115,13 @@ def main() -> int:
             downloads = download(project, Path(options.cache), story)
         with story.step("create"):
             sandbox = client.create(
-                options.environment, cpu=2.0, memory="2GiB", pids=1_024, network="none", labels={"job": "main"}
+                options.environment,
+                cpu=2.0,
+                memory="2GiB",
+                pids=1_024,
+                network="none",
+                ttl_running_s=3_600,  # should we be killed, it goes by itself
+                labels={"job": "main"},
             )
         with sandbox:
             result, counts = run_tests(sandbox, project, downloads, story)
