@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import dsec
+from dsec.cli import lists, main
 from tests.contract.sdk_service import RunningService, running_service
 
 DSEC = [sys.executable, "-m", "dsec"]
@@ -193,6 +194,29 @@ def test_a_detached_command_is_found_in_the_logs(cli: Command, sb: dsec.Sandbox)
     assert (followed.stdout, followed.stderr) == (b"a\n", b"b\n")
     assert exec_id in listed
     assert sorted((line["stream"], line["text"]) for line in lines) == [("stderr", "b\n"), ("stdout", "a\n")]
+
+
+def test_create_hands_its_switches_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    class Client:
+        async def __aenter__(self) -> Client:
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            return None
+
+        async def create(self, environment: str, **options: Any) -> None:
+            given.update(options)
+            raise dsec.errors.CapacityError("full")
+
+    monkeypatch.setattr(lists, "client", Client)
+    arguments = ["create", "--privilege-gain", "--keepalive"]
+
+    with pytest.raises(dsec.errors.CapacityError):
+        main.app(arguments, standalone_mode=False)
+
+    assert (given["privilege_gain"], given["keepalive"]) == (True, True)
 
 
 def test_a_session_keeps_its_state(cli: Command, sb: dsec.Sandbox) -> None:

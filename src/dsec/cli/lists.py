@@ -34,6 +34,12 @@ def create(
     label: Labels = None,
     ttl_running: TtlRunning = None,
     ttl_idle: TtlIdle = None,
+    privilege_gain: Annotated[
+        bool, typer.Option("--privilege-gain", help="Let set-user-id programs such as sudo raise privileges.")
+    ] = False,
+    keepalive: Annotated[
+        bool, typer.Option("--keepalive", help="Background processes are use, too, for --ttl-idle.")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 60.0,
     json: Json = False,
 ) -> None:
@@ -56,6 +62,8 @@ def create(
                 labels=parse_pairs(label, "label"),
                 ttl_running_s=ttl_running,
                 ttl_idle_s=ttl_idle,
+                privilege_gain=privilege_gain,
+                keepalive=keepalive,
                 timeout_s=timeout,
             )
             if settings.json:

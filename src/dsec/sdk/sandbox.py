@@ -80,8 +80,10 @@ class AsyncSandbox:
 
         `environment`: a name, or `dsec.Environment(base=…, workspace=…, toolkits=(…,))`. `cpu` in cores; sizes as
         bytes or text such as "4GiB"; `env`, `user` and `workdir` are the defaults of its commands; `ttl_running_s`
-        counts from now, `ttl_idle_s` from its last use. `idempotency_key`: the same key gives the same sandbox
-        (default: a random one, which makes the retries of this call safe). `client`: default the local service.
+        counts from now, `ttl_idle_s` from its last use; with `keepalive` processes in the background are use, too.
+        `privilege_gain` lets set-user-id programs (sudo) raise privileges inside. `idempotency_key`: the same key gives
+        the same sandbox (default: a random one, which makes the retries of this call safe). `client`: default the local
+        service.
         Raises CapacityError, LaunchError, EnvironmentNotFoundError, DeadlineError …
         """
         return await _client(client).create(
