@@ -215,6 +215,23 @@ def test_one_file_is_an_archive_of_one_entry(wire: AgentWire, tmp_path: Path) ->
         assert (member.name, extracted.read()) == ("f", b"content")
 
 
+def test_what_is_too_deep_to_name_is_an_error_and_not_left_out(wire: AgentWire, tmp_path: Path) -> None:
+    directory = os.open(tmp_path, os.O_PATH)
+    for _ in range(20):
+        os.mkdir("d" * 250, dir_fd=directory)
+        deeper = os.open("d" * 250, os.O_PATH, dir_fd=directory)
+        os.close(directory)
+        directory = deeper
+    os.close(directory)
+    stream = wire.open("archive", path=raw(tmp_path))
+    wire.result(stream)
+
+    with pytest.raises(Refused) as refused:
+        wire.collect(stream)
+
+    assert (refused.value.code, refused.value.errno) == ("file", "ENAMETOOLONG")
+
+
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_archives_of_other_programs_are_read(wire: AgentWire, tmp_path: Path, format: int) -> None:
     buffer = io.BytesIO()

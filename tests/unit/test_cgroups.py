@@ -73,6 +73,18 @@ def test_a_hybrid_host_gets_v1_directories_for_limits_only() -> None:
     assert plan.cgroup1_files["pids"] == {"pids.max": "64"}
 
 
+def test_v1_bounds_the_memory_of_sockets_where_the_kernel_can(tmp_path: Path) -> None:
+    (tmp_path / "memory.kmem.tcp.limit_in_bytes").write_text("")
+    host = detect(mountinfo(tmp_path, ("cgroup", tmp_path, "rw,memory")))
+
+    plan = plan_cgroups(host, "dsec/n", "sbx", cpu=1, memory_bytes=1 << 30, pids=64)
+
+    assert plan.cgroup1_files["memory"] == {
+        "memory.limit_in_bytes": "1073741824",
+        "memory.kmem.tcp.limit_in_bytes": "268435456",
+    }
+
+
 def test_preparing_hands_controllers_down_each_level(tmp_path: Path) -> None:
     prepare_parent(CgroupHost(tmp_path, frozenset({"memory", "pids"})), "dsec/node", pids_max=99)
 

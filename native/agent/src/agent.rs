@@ -14,6 +14,7 @@ use dsec_sys::signals::{read_signals, signal_descriptor, CHLD, INT, KILL, TERM};
 use serde::Serialize;
 
 use crate::cgroup::WorkCgroup;
+use crate::exec::guard::StartGuard;
 use crate::exec::requests::Pumped;
 use crate::exec::Execs;
 use crate::link::{Link, Opening, Pending};
@@ -51,6 +52,7 @@ pub struct Agent {
     /// Streams that may have something to send.
     pub ready: BTreeSet<u32>,
     pub execs: Execs,
+    pub starts: StartGuard,
     pub sessions: Sessions,
     pub watches: Watches,
     pub shutting_down: bool,
@@ -96,6 +98,7 @@ impl Agent {
             streams: BTreeMap::new(),
             ready: BTreeSet::new(),
             execs: Execs::default(),
+            starts: StartGuard::default(),
             sessions: Sessions::default(),
             watches: Watches::default(),
             shutting_down: false,

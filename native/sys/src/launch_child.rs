@@ -9,6 +9,7 @@ use std::ffi::{c_char, CString};
 use std::io;
 use std::os::fd::RawFd;
 use std::ptr;
+use std::sync::atomic::AtomicI32;
 
 use crate::rights::{raw_capset, CapSets};
 
@@ -131,7 +132,9 @@ const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 const STACK_BYTES: usize = 32 * 1024;
 
 /// Starts the command and gives its pid. An error means that nothing of it runs; its remains are still to be reaped.
-pub fn launch(command: &Command, held: u64) -> Result<i32, LaunchFailure> {
+/// This thread is stopped until the child has become the program. The kernel writes its pid to `started` before it runs, so
+/// that another thread can end what does not come that far.
+pub fn launch(command: &Command, held: u64, started: &AtomicI32) -> Result<i32, LaunchFailure> {
     let pointers = |strings: &[CString]| {
         let mut list: Vec<*const c_char> = strings.iter().map(|s| s.as_ptr()).collect();
         list.push(ptr::null());
@@ -156,7 +159,7 @@ pub fn launch(command: &Command, held: u64) -> Result<i32, LaunchFailure> {
         step: Step::Clone,
         errno: 0,
     };
-    let pid = start(&mut child);
+    let pid = start(&mut child, started);
     if pid < 0 {
         let error = io::Error::from_raw_os_error(-pid as i32);
         return Err(LaunchFailure {
@@ -182,12 +185,14 @@ pub fn launch(command: &Command, held: u64) -> Result<i32, LaunchFailure> {
 }
 
 /// The pid, or a negated errno.
-fn start(child: &mut Child<'_>) -> i64 {
+fn start(child: &mut Child<'_>, started: &AtomicI32) -> i64 {
     let stack = vec![0u128; STACK_BYTES / 16];
     let base = stack.as_ptr() as u64;
-    let flags = (libc::CLONE_VM | libc::CLONE_VFORK) as u64;
+    let flags = (libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PARENT_SETTID) as u64;
+    let parent_tid = started.as_ptr() as u64;
     let mut args = CloneArgs {
         flags,
+        parent_tid,
         exit_signal: libc::SIGCHLD as u64,
         stack: base,
         stack_size: STACK_BYTES as u64,
@@ -202,6 +207,7 @@ fn start(child: &mut Child<'_>) -> i64 {
                 libc::SYS_clone3,
                 &raw const args as u64,
                 std::mem::size_of::<CloneArgs>() as u64,
+                0,
                 child,
             )
         };
@@ -218,6 +224,7 @@ fn start(child: &mut Child<'_>) -> i64 {
             libc::SYS_clone,
             flags | libc::SIGCHLD as u64,
             base + STACK_BYTES as u64,
+            parent_tid,
             child,
         )
     }
@@ -226,9 +233,15 @@ fn start(child: &mut Child<'_>) -> i64 {
 /// Clones with a stack of its own for the child, which calls `child_main(child)` on it.
 ///
 /// # Safety
-/// `first` and `second` must be valid arguments of `number` (clone or clone3) that give the child a fresh, aligned stack;
+/// `first`, `second` and `third` must be valid arguments of `number` (clone or clone3) that give the child a fresh, aligned stack;
 /// with CLONE_VM they must ask for CLONE_VFORK as well.
-unsafe fn clone_onto(number: i64, first: u64, second: u64, child: &mut Child<'_>) -> i64 {
+unsafe fn clone_onto(
+    number: i64,
+    first: u64,
+    second: u64,
+    third: u64,
+    child: &mut Child<'_>,
+) -> i64 {
     let result: i64;
     // SAFETY: in the parent this is one system call that keeps all registers but rax, rcx and r11. The child never comes
     // out of the block: it calls a function that does not return, on its own stack.
@@ -245,7 +258,7 @@ unsafe fn clone_onto(number: i64, first: u64, second: u64, child: &mut Child<'_>
             inlateout("rax") number => result,
             in("rdi") first,
             in("rsi") second,
-            in("rdx") 0u64,
+            in("rdx") third,
             in("r10") 0u64,
             in("r8") 0u64,
             in("r12") ptr::from_mut(child),

@@ -114,7 +114,7 @@ TOKEN_TTL_S_MAX: Final = 10 * 366 * 86_400.0  # ten years; what lives longer has
 
 # Streams between API and node
 STREAM_QUEUE_FRAMES_MAX: Final = 256  # one direction of one stream; small frames cost more than their bytes
-STREAM_QUEUE_BYTES_MAX: Final = 1 * MIB  # one direction of one stream
+STREAM_QUEUE_BYTES_MAX: Final = 256 * KIB  # one direction of one stream: what a reader that stands still costs
 STREAM_LINGER_S: Final = 1.0  # after the caller has closed: for what it had sent, then the work is cancelled
 NODE_STREAMS_MAX: Final = 16_384  # open between one API and one node
 

@@ -17,6 +17,7 @@ from dsec.core.errors import HostError
 LIMIT_CONTROLLERS = ("memory", "cpu", "pids")
 _CPU_PERIOD_US = 100_000
 _READ_BYTES_MAX = 64 * 1024
+_V1_SOCKETS = "memory.kmem.tcp.limit_in_bytes"  # of UDP as well, whatever its name says
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class CgroupHost:
     v2_controllers: frozenset[str] = frozenset()
     v1: dict[str, Path] = field(default_factory=dict)  # controller → mount point
     swap: bool = True  # this kernel can swap: only then v2 has files about it
+    v1_sockets: bool = False  # v1 can bound the memory of sockets; v2 counts it as any other
 
     @property
     def mode(self) -> str:
@@ -60,7 +62,8 @@ def detect(mountinfo: Path = Path("/proc/self/mountinfo")) -> CgroupHost:
     controllers: frozenset[str] = frozenset()
     if v2 is not None:
         controllers = frozenset((v2 / "cgroup.controllers").read_text().split()) & frozenset(LIMIT_CONTROLLERS)
-    return CgroupHost(v2, controllers, v1, swap=Path("/proc/swaps").exists())
+    sockets = "memory" in v1 and (v1["memory"] / _V1_SOCKETS).exists()
+    return CgroupHost(v2, controllers, v1, swap=Path("/proc/swaps").exists(), v1_sockets=sockets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +81,13 @@ def plan_cgroups(host: CgroupHost, parent: str, name: str, *, cpu: float, memory
     quota = max(1_000, round(cpu * _CPU_PERIOD_US))  # the kernel refuses less than 1 ms
     files2: dict[str, str] = {}
     files1: dict[str, dict[str, str]] = {}
+    # On v1 buffers of IP sockets are counted for nobody until they have a bound of their own, beside the memory's.
+    sockets1 = {_V1_SOCKETS: str(memory_bytes // 4)} if host.v1_sockets else {}
     wanted: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         "memory": (
             # No swap: a sandbox at its limit is told so (OOM) instead of thrashing the node's disk.
             {"memory.max": str(memory_bytes), **({"memory.swap.max": "0"} if host.swap else {})},
-            {"memory.limit_in_bytes": str(memory_bytes)},
+            {"memory.limit_in_bytes": str(memory_bytes), **sockets1},
         ),
         "cpu": (
             {"cpu.max": f"{quota} {_CPU_PERIOD_US}"},

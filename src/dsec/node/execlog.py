@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from dsec.core.errors import ProtocolError, StorageError
+from dsec.core.errors import GoneError, ProtocolError, StorageError
 from dsec.core.faults import fault_point
 from dsec.core.limits import MIB
 from dsec.node.rows import ExecEndEntry, ExecEntry
@@ -69,7 +69,7 @@ class ExecLog:
         return position
 
     def read_end(self, position: int) -> ExecEndEntry:
-        """The end entry at this position, with its output."""
+        """The end entry at this position, with its output. Raises GoneError once the log is removed."""
         try:
             file = self._open(create=False)
             length, check = _HEAD.unpack(os.pread(file, _HEAD.size, position))
@@ -77,6 +77,8 @@ class ExecLog:
             if zlib.crc32(body) != check:
                 raise ValueError("its check sum is wrong")
             entry: ExecEntry = unpack(body, ExecEntry)  # type: ignore[arg-type]
+        except FileNotFoundError as error:
+            raise GoneError("the sandbox has ended, and its output with it") from error
         except (OSError, struct.error, ValueError, ProtocolError) as error:
             raise StorageError(f"an entry of the exec log {self.path} cannot be read") from error
         if not isinstance(entry, ExecEndEntry):

@@ -63,6 +63,13 @@ _DENIED_TO_COMMANDS = ["unshare", "chroot"]
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 _NAMESPACE_FLAGS = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 
+# A lease makes whoever opens or executes the file wait until it is given up, for 45 s: the agent among them. The kernel
+# looks at the low half of the argument only.
+_REFUSED_FCNTL = SyscallRule("fcntl", [ArgRule(1, 1024, mask=0xFFFF_FFFF)])  # F_SETLEASE
+
+# The host has fs.aio-max-nr contexts for everybody, whoever their owner is: libraries fall back to threads.
+_MISSING_TO_COMMANDS = ["clone3", "io_setup"]
+
 # personality(2): the default, 32-bit layouts as Docker allows them, and the query. No way to switch randomisation off.
 _PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0xFFFFFFFF)
 
@@ -119,10 +126,11 @@ EXEC = FilterSpec(
         *_always(_DENIED),
         *_always(_DENIED_TO_COMMANDS),
         *_refused_sockets(),
+        _REFUSED_FCNTL,
         *[SyscallRule("clone", [ArgRule(0, flag, mask=flag)]) for flag in _NAMESPACE_FLAGS],
         SyscallRule("personality", [ArgRule(0, value, negate=True) for value in _PERSONALITIES]),
     ],
-    nosys=_always(["clone3"]),
+    nosys=_always(_MISSING_TO_COMMANDS),
     allow=[
         *_always(_KNOWN),
         *_always(["clone", "ptrace"]),

@@ -15,6 +15,8 @@ from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.ids import parse_exec_id, parse_name
 from dsec.core.spec import SandboxSpec, check_env, check_path
 
+_NUMBER_MAX = (1 << 64) - 1  # of msgpack, and of the kernel's limits, to which it means "none"
+
 
 class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     """A sandbox as its owner sees it. Ended ones stay readable for a day (tombstone, ruling 24)."""
@@ -234,8 +236,9 @@ class ExecRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise LimitError(f"grace_s must be between 0 and {limits.EXEC_GRACE_S_MAX:g}")
         if not 0 <= self.record_bytes_max <= limits.EXEC_OUTPUT_BYTES_MAX:
             raise LimitError(f"record_bytes_max must be between 0 and {limits.EXEC_OUTPUT_BYTES_MAX}")
-        if self.output_bytes_max is not None and self.output_bytes_max < 0:
-            raise LimitError("output_bytes_max must not be negative")
+        for what, number in (("output_bytes_max", self.output_bytes_max or 0), *self.rlimits.items()):
+            if not 0 <= number <= _NUMBER_MAX:
+                raise LimitError(f"{what[:40]!r} must be between 0 and 2^64-1")
         if self.wait_s is not None and not 0 <= self.wait_s <= limits.WAIT_S_MAX:
             raise LimitError(f"wait_s must be between 0 and {limits.WAIT_S_MAX:g}")
 

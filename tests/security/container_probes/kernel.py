@@ -270,6 +270,19 @@ def _(arguments: tuple[Any, ...]) -> str:
     return f"answered {call(*arguments)}"
 
 
+@probe(errno.EPERM)
+def lease_on_a_program() -> str:
+    descriptor = os.open(f"/tmp/program-{os.getpid()}", os.O_RDWR | os.O_CREAT)
+    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    return "whoever executes it waits, and the agent with it"
+
+
+@probe(errno.ENOSYS)
+def contexts_of_asynchronous_io() -> str:
+    call(206, 1, ctypes.create_string_buffer(8))
+    return "one less for the host, which has few"
+
+
 @group("call_unknown", [("number_600", 600), ("number_1000", 1000), ("removed_uselib", 134)], errno.ENOSYS, errno.EPERM)
 def _(number: int) -> str:
     return f"answered {call(number)}"

@@ -1,6 +1,7 @@
 //! Execs: one command each, its output kept until acknowledged, its record until the host has it.
 
 pub mod drain;
+pub mod guard;
 pub mod input;
 pub mod kill;
 pub mod output;

@@ -102,22 +102,37 @@ impl Agent {
     ) -> Result<(i32, Option<ExecCgroup>), Refusal> {
         let Some(work) = &mut self.work else {
             command.subreaper = true;
-            let pid =
-                launch(command, self.own.permitted).map_err(|f| refuse_launch(&f, command))?;
+            let pid = self.launch_guarded(command)?;
             return Ok((pid, None));
         };
         let (cgroup, directory) = work
             .create(name)
             .map_err(|e| Refusal::system("spawn_failed", "step Cgroup", &e))?;
         command.cgroup = Some(directory.as_raw_fd());
-        match launch(command, self.own.permitted) {
+        match self.launch_guarded(command) {
             Ok(pid) => Ok((pid, Some(cgroup))),
-            Err(failure) => {
+            Err(refusal) => {
                 if let Some(work) = &mut self.work {
                     work.remove(cgroup);
                 }
-                Err(refuse_launch(&failure, command))
+                Err(refusal)
             }
+        }
+    }
+
+    fn launch_guarded(&self, command: &Command) -> Result<i32, Refusal> {
+        let started = self
+            .starts
+            .begin()
+            .map_err(|e| Refusal::system("spawn_failed", "the guard of a start", &e))?;
+        let result = launch(command, self.own.permitted, started);
+        match (self.starts.end(), result) {
+            (true, _) => Err(Refusal::system(
+                "spawn_failed",
+                "the start took too long and was given up",
+                &io::Error::from_raw_os_error(libc::ETIMEDOUT),
+            )),
+            (false, result) => result.map_err(|failure| refuse_launch(&failure, command)),
         }
     }
 }

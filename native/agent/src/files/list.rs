@@ -53,9 +53,12 @@ fn list_page(path: &Path, after: &[u8], limit: usize) -> io::Result<ListReply> {
     let mut bytes = 0;
     for name in names {
         let file = path.join(OsString::from_vec(name));
-        // Gone in the meantime: not an entry any more.
-        let Ok(facts) = std::fs::symlink_metadata(&file) else {
-            continue;
+        let facts = match std::fs::symlink_metadata(&file) {
+            Ok(facts) => facts,
+            // Gone in the meantime: not an entry any more.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            // Such as a path that is too long: what is left out must not look whole.
+            Err(error) => return Err(error),
         };
         let stat = stat_of(&file, &facts);
         bytes += file.as_os_str().as_bytes().len() + 256 + stat.target.as_ref().map_or(0, Vec::len);

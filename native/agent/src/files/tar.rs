@@ -58,9 +58,12 @@ impl Archive {
                 continue;
             };
             let path = root.join(OsString::from_vec(name.clone()));
-            // Gone since the directory was read.
-            let Ok(facts) = std::fs::symlink_metadata(&path) else {
-                continue;
+            let facts = match std::fs::symlink_metadata(&path) {
+                Ok(facts) => facts,
+                // Gone since the directory was read.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                // Such as a path that is too long: what is left out must not look whole.
+                Err(error) => return Err(EntryError::at(&name)(error)),
             };
             self.add_one(&path, &name, &facts)
                 .map_err(|failed| EntryError::at(&name)(failed.error))?;

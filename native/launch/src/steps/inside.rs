@@ -17,6 +17,8 @@ use crate::system::{c_text, Access, MountOption, System};
 /// The agent runs under this id, so that root inside has no more rights over it than over a stranger (ruling 9).
 const AGENT_ID: u32 = IDS_PER_SANDBOX - 1;
 const CAP_SYS_ADMIN: u64 = 1 << 21;
+/// Of one sandbox. The host has 4,096 for everybody, of which it keeps 1,024 to itself.
+const TERMINALS_MAX: u32 = 256;
 const KERNEL_MOUNT: u64 = attr::NO_SUID | attr::NO_DEVICES | attr::NO_EXEC;
 
 /// What the new process has been given.
@@ -141,6 +143,8 @@ fn kernel_mounts(system: &dyn System) -> Result<OwnedFd> {
         MountOption::Text(c"ptmxmode", "0666".into()),
         MountOption::Text(c"mode", "0620".into()),
         MountOption::Text(c"gid", "5".into()),
+        // All sandboxes of the host share kernel.pty.max.
+        MountOption::Text(c"max", TERMINALS_MAX.to_string()),
     ];
     mount(c"proc", &[], KERNEL_MOUNT, c"/proc")?;
     mount(c"sysfs", &[], KERNEL_MOUNT | attr::READ_ONLY, c"/sys")?;
