@@ -1,11 +1,11 @@
-"""The locks hold what pyproject.toml asks for."""
+"""The locks hold what pyproject.toml asks for, and that is used."""
 
 from __future__ import annotations
 
 import re
 import tomllib
 
-from tests.style.tree import ROOT
+from tests.style.tree import ROOT, files_below
 
 
 def test_the_locks_hold_every_dependency() -> None:
@@ -21,6 +21,19 @@ def test_both_locks_agree_on_versions() -> None:
     run, dev = versions("run.txt"), versions("dev.txt")
 
     assert {name: version for name, version in run.items() if dev.get(name) != version} == {}
+
+
+def test_every_dependency_is_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files_below("src", ".py"))
+    # As module, or as the name in one of uvicorn's modules that need it (`httptools_impl`).
+    imported = set(re.findall(r"^\s*(?:from|import) (\w+)", code, flags=re.M))
+    imported |= {
+        word for path in re.findall(r"^\s*from uvicorn\.([\w.]+)", code, flags=re.M) for word in path.split(".")
+    }
+    imported |= {word.removesuffix("_impl") for word in imported}
+
+    assert {name for name in names(project["dependencies"]) if name.replace("-", "_") not in imported} == set()
 
 
 def names(requirements: list[str]) -> set[str]:
