@@ -258,7 +258,9 @@ except dsec.errors.UnavailableError as error:
     print("down", error.hint)
 """
     try:
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
+        )
     finally:
         subprocess.run([sys.executable, "-m", "dsec.serve", "down"], env=environment, timeout=60)
 
