@@ -41,6 +41,7 @@ from dsec.wire.records import (
     Health,
     ListQuery,
     Metrics,
+    NodeLoad,
     Sandbox,
     SandboxPage,
     SandboxRef,
@@ -103,6 +104,9 @@ class NodeDouble:
             return pack(self._file(method, body, caller))
         handler: Callable[..., Awaitable[Any]] = getattr(self, f"_{method}")
         return pack(await handler(body, caller, key))
+
+    def load(self) -> NodeLoad:
+        return NodeLoad(sandboxes=len(self.sandboxes))
 
     # ---- sandboxes -------------------------------------------------------------------------------
 

@@ -197,7 +197,14 @@ async def test_tcp_needs_a_token_but_for_the_version(api: Served) -> None:
         assert (answer.status, (await answer.json())["code"]) == (401, "unauthenticated")
         assert answer.headers["WWW-Authenticate"] == "Bearer"
     async with api.remote.get("/v1/health") as answer:
-        assert await answer.json() == {"version": "9", "node": "", "started_at": 0.0, "sandboxes": 0, "pid": 0}
+        assert await answer.json() == {
+            "version": "9",
+            "node": "",
+            "started_at": 0.0,
+            "sandboxes": 0,
+            "pid": 0,
+            "load": None,
+        }
     async with api.local.get("/v1/health") as answer:
         assert (await answer.json())["pid"] == 7
 

@@ -10,10 +10,18 @@ import pytest
 from dsec.cluster.rpc import EmbeddedRpc
 from dsec.cluster.streams import stream_pair
 from dsec.core import limits
-from dsec.core.errors import DeadlineError, NodeRetiredError, PlatformError, StorageError, UnavailableError
+from dsec.core.errors import (
+    CapacityError,
+    DeadlineError,
+    NodeRetiredError,
+    PlatformError,
+    StorageError,
+    UnavailableError,
+)
 from dsec.core.ids import NodeId
 from dsec.wire.frames import Frame, FrameType
 from dsec.wire.node import Caller, Method, Stream
+from dsec.wire.records import NodeLoad
 from tests.contract.served import until
 
 NODE = NodeId("aaaaaaaa")
@@ -31,6 +39,9 @@ class Service:
     async def call(self, method: Method, body: bytes, *, caller: Caller, key: str | None, timeout_s: float) -> bytes:
         self.seen.append((method, caller, key, timeout_s))
         return await self.on_call(body)
+
+    def load(self) -> NodeLoad:
+        return NodeLoad(sandboxes=len(self.seen))
 
     async def serve_stream(self, method: Method, body: bytes, stream: Stream, *, caller: Caller) -> None:
         await self.on_stream(stream)
@@ -64,6 +75,21 @@ async def test_a_call_carries_body_caller_and_key(rpc: EmbeddedRpc, service: Ser
 
     assert answer == b"body"
     assert service.seen == [(Method.GET, CALLER, "k", 3)]
+
+
+async def test_the_nodes_load_comes_with_every_reply_and_with_refusals(rpc: EmbeddedRpc, service: Service) -> None:
+    async def full(_: bytes) -> bytes:
+        raise CapacityError("the node is full", retry_after_s=1.0)
+
+    assert rpc.load(NODE) is None
+    await rpc.call(NODE, Method.GET, b"", caller=CALLER, timeout_s=1)
+    assert rpc.load(NODE) == NodeLoad(sandboxes=1)
+
+    service.on_call = full
+    with pytest.raises(CapacityError):
+        await rpc.call(NODE, Method.CREATE, b"", caller=CALLER, timeout_s=1)
+    assert rpc.load(NODE) == NodeLoad(sandboxes=2)
+    assert rpc.load(NodeId("zzzzzzzz")) is None
 
 
 async def test_an_unknown_node_is_retired(rpc: EmbeddedRpc) -> None:
@@ -240,7 +266,7 @@ async def test_a_sender_waits_for_a_reader_who_is_behind(size: int) -> None:
         await asyncio.sleep(0)
     held = sent
     assert held < 1_000
-    assert other.queued_bytes <= limits.STREAM_QUEUE_BYTES_MAX
+    assert other.queued_bytes <= max(limits.STREAM_QUEUE_BYTES_MAX, size)  # one frame always fits
     for number in range(1_000):
         received = await other.recv()
         assert received is not None

@@ -20,6 +20,7 @@ from dsec.core.limits import NODE_STREAMS_MAX, STREAM_LINGER_S
 from dsec.observe.logs import get_logger
 from dsec.wire.errors import body_of
 from dsec.wire.node import Caller, Method, NodeService, Stream
+from dsec.wire.records import NodeLoad
 
 log = get_logger(__name__)
 
@@ -41,6 +42,10 @@ class Rpc(Protocol):
         """
         ...
 
+    def load(self, node: NodeId) -> NodeLoad | None:
+        """What the node said of itself with its last reply, an error or not; None before the first."""
+        ...
+
     async def open(self, node: NodeId, method: Method, body: bytes, *, caller: Caller) -> Stream:
         """A stream whose other end the node serves. The caller closes it, in every case; closing ends the work."""
         ...
@@ -56,6 +61,10 @@ class EmbeddedRpc:
         self._node = node
         self._streams: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._load: NodeLoad | None = None
+
+    def load(self, node: NodeId) -> NodeLoad | None:
+        return self._load if node == self._node else None
 
     @property
     def streams_open(self) -> int:
@@ -83,6 +92,8 @@ class EmbeddedRpc:
             raise
         except Exception as error:
             raise _told(error, method) from error
+        finally:
+            self._load = self._service.load()
 
     async def open(self, node: NodeId, method: Method, body: bytes, *, caller: Caller) -> Stream:
         self._check(node)

@@ -32,6 +32,7 @@ from dsec.node.tasks import Tasks
 from dsec.node.view import gone_error
 from dsec.observe.logs import get_logger
 from dsec.storage.space import free_bytes
+from dsec.wire.records import NodeLoad
 
 log = get_logger(__name__)
 
@@ -194,6 +195,15 @@ class Node:
         if node_of(parsed) != self.id:
             raise NodeRetiredError(f"the node of {id} has left, and its sandboxes with it", sandbox=id)
         raise _not_found(id)
+
+    def load(self) -> NodeLoad:
+        config = self.config
+        return NodeLoad(
+            sandboxes=len(self.registry),
+            sandboxes_max=config.sandboxes_max,
+            memory_promised_bytes=self.registry.memory_promised_bytes,
+            memory_promised_bytes_max=int(memory_total_bytes() * config.memory_overcommit),
+        )
 
     def room(self) -> Room:
         config = self.config

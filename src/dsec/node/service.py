@@ -110,6 +110,9 @@ class Service:
             log.error("a call failed in a way that it should not", method=str(method), exc_info=True)
             raise
 
+    def load(self) -> records.NodeLoad:
+        return self._node.load()
+
     async def serve_stream(self, method: Method, body: bytes, stream: Stream, *, caller: Caller) -> None:
         found = self._streaming.get(method)
         if found is None:

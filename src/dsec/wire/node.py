@@ -12,7 +12,7 @@ import msgspec
 
 from dsec.wire import agent
 from dsec.wire.frames import Frame
-from dsec.wire.records import ExecRequest, SessionRequest, SignalRequest, TtlRequest, TtySize
+from dsec.wire.records import ExecRequest, NodeLoad, SessionRequest, SignalRequest, TtlRequest, TtySize
 
 
 class Right(enum.StrEnum):
@@ -181,7 +181,11 @@ class Stream(Protocol):
 
 
 class NodeService(Protocol):
-    """What a node offers; a transport (embedded or TCP) carries it."""
+    """What a node offers; a transport (embedded or TCP) carries it, and `load` with each reply."""
+
+    def load(self) -> NodeLoad:
+        """Cheap: it is asked for with every reply."""
+        ...
 
     async def call(
         self, method: Method, body: bytes, *, caller: Caller, key: str | None, timeout_s: float

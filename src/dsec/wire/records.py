@@ -396,9 +396,19 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     substrates: dict[str, str] = {}  # substrate → "ok" or the reason why not
 
 
+class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How full a node is, as it says itself with every reply, refusals included (ruling 32)."""
+
+    sandboxes: int = 0  # those that are being created too
+    sandboxes_max: int = 0
+    memory_promised_bytes: int = 0
+    memory_promised_bytes_max: int = 0
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     node: str
     started_at: float
     sandboxes: int = 0
     pid: int = 0
+    load: NodeLoad | None = None  # as the API knows it from the node's last reply

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
+import msgspec
+
 from dsec.api.openapi import document
 from dsec.api.request import Answer, Request
 from dsec.api.routing import Route
@@ -25,7 +27,8 @@ async def health(request: Request) -> Answer:
     answer = await services.rpc.call(
         services.node, Method.HEALTH, pack(Nothing()), caller=caller, timeout_s=_HEALTH_TIMEOUT_S
     )
-    return Answer(to_json(unpack(answer, Health)))
+    known = msgspec.structs.replace(unpack(answer, Health), load=services.rpc.load(services.node))
+    return Answer(to_json(known))
 
 
 async def doctor(request: Request) -> Answer:
