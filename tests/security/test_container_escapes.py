@@ -30,6 +30,9 @@ pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
 _PROGRAM = Path(container_probes.__file__).parent
 _EVERY_CAPABILITY = (1 << 41) - 1
 
+# What `privilege_gain=True` asks for, and all that it gives: the bit itself, and programs that raise their own user.
+GAINED = {"no_new_privileges_is_off", "rise_by_a_set_user_id_program", "rise_by_file_capabilities"}
+
 
 @dataclass
 class Attacked:
@@ -41,8 +44,8 @@ class Attacked:
     facts: dict[str, Any]
     verdicts: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    async def attack(self, *names: str) -> dict[str, dict[str, str]]:
-        sandbox = await self.client.create(ENVIRONMENT, memory="512MiB", pids=256)
+    async def attack(self, *names: str, privilege_gain: bool = False) -> dict[str, dict[str, str]]:
+        sandbox = await self.client.create(ENVIRONMENT, memory="512MiB", pids=256, privilege_gain=privilege_gain)
         try:
             await sandbox.upload(_PROGRAM, "/probes/container_probes")
             command = ["python3", "-m", "container_probes", *names]
@@ -95,6 +98,13 @@ async def test_an_attempt_from_inside_is_refused(attacked: Attacked, name: str) 
     verdict = attacked.verdicts[name]
 
     assert verdict["verdict"] == "blocked", verdict["detail"]
+
+
+async def test_where_privileges_may_be_gained_nothing_but_that_changes(attacked: Attacked) -> None:
+    verdicts = await attacked.attack(privilege_gain=True)
+
+    other = {name: found["detail"] for name, found in verdicts.items() if found["verdict"] != "blocked"}
+    assert other.keys() == GAINED, other
 
 
 # What a launch without filters, masks and bounds lets through, on any kernel. It shows that the attempts above would
