@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dsec.core.errors import CommandError as CommandError
     from dsec.core.errors import DsecError as DsecError
     from dsec.core.spec import Environment as Environment
+    from dsec.core.spec import ReadyProbe as ReadyProbe
     from dsec.sdk.client import AsyncClient as AsyncClient
     from dsec.sdk.client import AsyncCreated as AsyncCreated
     from dsec.sdk.environments import BASE_PACKAGES as BASE_PACKAGES
@@ -103,6 +104,7 @@ _NAMES: Final[dict[str, str]] = {
     "Ownership": "dsec.wire.environments",
     "Process": "dsec.sdk.sync",
     "Pty": "dsec.sdk.sync",
+    "ReadyProbe": "dsec.core.spec",
     "Sandbox": "dsec.sdk.sync",
     "SandboxInfo": "dsec.wire.records:Sandbox",
     "Session": "dsec.sdk.sync",

@@ -211,12 +211,22 @@ def test_create_hands_its_switches_on(monkeypatch: pytest.MonkeyPatch) -> None:
             raise dsec.errors.CapacityError("full")
 
     monkeypatch.setattr(lists, "client", Client)
-    arguments = ["create", "--privilege-gain", "--keepalive"]
+    arguments = ["create", "--privilege-gain", "--keepalive", "--start", "--ready-port", "80"]
 
     with pytest.raises(dsec.errors.CapacityError):
         main.app(arguments, standalone_mode=False)
 
     assert (given["privilege_gain"], given["keepalive"]) == (True, True)
+    assert (given["start"], given["ready"]) == (True, {"port": 80, "shell": None})
+
+
+def test_the_program_of_an_environment_is_started_and_shown_as_main(cli: Command) -> None:
+    id = cli("create", "--backend", "fake", "--start", "--ready-shell", "echo up").decode().strip()
+
+    shown = json.loads(cli("logs", "--json", id))
+    assert [(e["name"], e["state"]) for e in shown] == [("main", "running")]
+    assert cli("logs", id, "main") == b""
+    cli("rm", id)
 
 
 def test_a_session_keeps_its_state(cli: Command, sb: dsec.Sandbox) -> None:

@@ -144,6 +144,31 @@ async def test_a_sandbox_whose_create_was_cancelled_does_not_stay(client: dsec.A
     assert await client.list(labels={"cancelled": "1"}) == []
 
 
+async def test_a_started_sandbox_has_its_program_as_main(client: dsec.AsyncClient) -> None:
+    ready = {"shell": "true", "timeout_s": 20}
+    async with await client.create("base", backend="fake", start=True, ready=ready) as sandbox:
+        told = await sandbox.main.info()
+        await sandbox.main.signal("TERM")
+        result = await sandbox.main.wait(20)
+
+        assert (told.name, told.state, told.command) == ("main", "running", "sleep infinity")
+        assert [e.id for e in await sandbox.execs()] == [sandbox.main.id]
+        assert result.signal == 15
+
+
+async def test_a_sandbox_that_was_not_started_has_no_main(sb: dsec.AsyncSandbox) -> None:
+    with pytest.raises(errors.ExecNotFoundError):
+        await sb.main.info()
+
+
+async def test_a_sandbox_that_does_not_get_ready_tells_the_step(client: dsec.AsyncClient) -> None:
+    with pytest.raises(errors.LaunchError) as failed:
+        await client.create("base", backend="fake", start=True, ready=dsec.ReadyProbe(shell="exit 9", timeout_s=0.2))
+
+    assert failed.value.step == "ready"
+    assert "exit code 9" in failed.value.message
+
+
 # ---- commands ----
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,10 +40,19 @@ def create(
     keepalive: Annotated[
         bool, typer.Option("--keepalive", help="Background processes are use, too, for --ttl-idle.")
     ] = False,
+    start: Annotated[bool, typer.Option("--start", help="Run what the environment says: `dsec logs ID main`.")] = False,
+    ready_port: Annotated[
+        int | None, typer.Option(help="With --start: wait until this port accepts.", show_default=False)
+    ] = None,
+    ready_shell: Annotated[
+        str | None, typer.Option(help="With --start: wait until this shell command succeeds.", show_default=False)
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 60.0,
     json: Json = False,
 ) -> None:
     """Create a sandbox and say its id. It lives until `dsec rm`, or its time to live is over."""
+
+    probe: dict[str, Any] = {"port": ready_port, "shell": ready_shell}
 
     async def work() -> None:
         async with client() as c:
@@ -64,6 +73,8 @@ def create(
                 ttl_idle_s=ttl_idle,
                 privilege_gain=privilege_gain,
                 keepalive=keepalive,
+                start=start,
+                ready=None if ready_port is None and ready_shell is None else probe,
                 timeout_s=timeout,
             )
             if settings.json:

@@ -283,7 +283,7 @@ def exit_status(result: ExecResult) -> int:
 
 def logs(
     sandbox: SandboxName,
-    exec: Annotated[str | None, typer.Argument(help="Its id; without it the commands are listed.")] = None,
+    exec: Annotated[str | None, typer.Argument(help="Its id, or main; without it the commands are listed.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the command's end.")] = False,
     json: Json = False,
 ) -> None:
@@ -295,7 +295,7 @@ def logs(
             if exec is None:
                 await _list_execs(found)
                 return
-            process = await found.attach(exec)
+            process = found.main if exec == "main" else await found.attach(exec)
             if not settings.json:
                 await _show(process, follow=follow)
                 return

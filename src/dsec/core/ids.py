@@ -40,6 +40,11 @@ def new_exec_id() -> ExecId:
     return ExecId(f"exe_{_random(16)}")
 
 
+def main_exec_id(sandbox: str) -> ExecId:
+    """The exec "main" of a sandbox that was created with `start=True`: known to whoever knows the sandbox."""
+    return ExecId(f"exe_{sandbox[-16:]}")
+
+
 def parse_node_id(text: str) -> NodeId:
     """`text` as a node id. Raises InvalidArgumentError if it is not of the shape of one."""
     return NodeId(_checked(_NODE, text, "node id", "eight of a-z and 2-7"))

@@ -45,6 +45,31 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.base, *([self.workspace] if self.workspace else []), *self.toolkits)
 
 
+class ReadyProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When a started sandbox is ready: exactly one of a program or shell text that exits with 0, and a TCP port of its
+    localhost that accepts. Tried every `interval_s` until it is so, for at most `timeout_s`."""
+
+    argv: tuple[str, ...] | None = None
+    shell: str | None = None
+    port: int | None = None
+    interval_s: float = 0.25
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if [self.argv, self.shell, self.port].count(None) != 2:
+            raise InvalidArgumentError("exactly one of argv, shell and port makes a ready probe")
+        words = self.argv if self.argv is not None else (self.shell or "",)
+        if self.port is not None:
+            _within("port", self.port, 1, 65_535, "as ports go")
+        elif not words or not words[0] or any("\0" in word for word in words):
+            raise InvalidArgumentError("the command of a ready probe must not be empty, and must not hold NUL")
+        size = sum(len(word.encode("utf-8", "surrogatepass")) + 1 for word in words)
+        if len(words) > limits.ARGV_ITEMS_MAX or size > limits.ARGV_BYTES_MAX:
+            raise LimitError(f"the command of a ready probe has more than {limits.ARGV_BYTES_MAX} bytes")
+        _within("interval_s", self.interval_s, limits.READY_INTERVAL_S_MIN, limits.READY_INTERVAL_S_MAX, "seconds")
+        _within("timeout_s", self.timeout_s, 0.001, limits.READY_TIMEOUT_S_MAX, "seconds")
+
+
 class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One sandbox as asked for. Sizes in bytes, durations in seconds; None means "none"."""
 
@@ -64,6 +89,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ttl_idle_s: float | None = None
     privilege_gain: bool = False  # True drops no_new_privs, for images that need sudo (ruling 15)
     keepalive: bool = False  # background processes count against idleness (ruling 18)
+    start: bool = False  # runs the environment's ENTRYPOINT and CMD, as exec "main"
+    ready: ReadyProbe | None = None  # the create returns once it succeeds
 
     def __post_init__(self) -> None:
         _within("cpu", self.cpu, limits.CPU_MIN, limits.CPU_MAX, "cores")
@@ -74,6 +101,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         for what, ttl in (("ttl_running_s", self.ttl_running_s), ("ttl_idle_s", self.ttl_idle_s)):
             if ttl is not None:
                 _within(what, ttl, 0.001, limits.TTL_S_MAX, "seconds")
+        if self.ready is not None and not self.start:
+            raise InvalidArgumentError("a ready probe waits for what start=True starts", hint="set start=True, too")
         if self.name is not None:
             parse_name(self.name, "sandbox name")
         check_env(self.env)

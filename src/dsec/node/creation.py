@@ -28,16 +28,18 @@ from dsec.core.spec import SandboxSpec, Substrate
 from dsec.core.states import EndCause, SandboxState
 from dsec.node.admission import Room, refusal
 from dsec.node.environments import Environments, Resolved
+from dsec.node.execs import NodeExec
 from dsec.node.registry import Registry
 from dsec.node.rows import KeyRow, SandboxRow
 from dsec.node.services import Services
+from dsec.node.startup import Readiness, main_request
 from dsec.node.supervisor import Supervisor
 from dsec.node.tasks import result_of
 from dsec.observe import metrics
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack
 from dsec.wire.node import Caller
-from dsec.wire.records import CreateRequest, Sandbox
+from dsec.wire.records import CreateRequest, ExecRequest, Sandbox
 
 log = get_logger(__name__)
 
@@ -205,18 +207,26 @@ class Creation:
             await sandbox.intend(record, key)
 
         try:
-            async with asyncio.timeout(left_s()), self._turn:
-                step = "environment"
-                resolved = await self._environments.acquire(sandbox.row.spec.environment)
-                sandbox.settle(resolved)
-                step = "backend"
-                instance = await backend.create(
-                    _instance_spec(sandbox, resolved, self._services.journal.node_id),
-                    intend=intend,
-                    deadline_s=max(left_s(), 0.001),
-                )
-                step = "hello"
-                await sandbox.begin(instance, deadline_s=left_s())
+            async with asyncio.timeout(left_s()):
+                async with self._turn:
+                    step = "environment"
+                    resolved = await self._environments.acquire(sandbox.row.spec.environment)
+                    sandbox.settle(resolved)
+                    program = main_request(sandbox.id, sandbox.row.spec, resolved)
+                    step = "backend"
+                    instance = await backend.create(
+                        _instance_spec(sandbox, resolved, self._services.journal.node_id),
+                        intend=intend,
+                        deadline_s=max(left_s(), 0.001),
+                    )
+                    step = "hello"
+                    await sandbox.begin(instance, deadline_s=left_s())
+                if program is not None:  # others have their turn while this one waits
+                    step = "start"
+                    main = await _start(sandbox, program)
+                    step = "ready"
+                    if sandbox.row.spec.ready is not None:
+                        await Readiness(sandbox.row.spec.ready, main, sandbox.client).wait(sandbox.id)
                 step = "journal"
                 await sandbox.created((self._services.clock.monotonic_s() - started) * 1000)
         except BaseException as error:
@@ -239,6 +249,18 @@ async def _finished(task: asyncio.Task[bool]) -> bool:
     if cancelled:
         raise asyncio.CancelledError
     return task.result()
+
+
+async def _start(sandbox: Supervisor, program: ExecRequest) -> NodeExec:
+    try:
+        return await sandbox.start_main(program)
+    except DsecError as error:
+        raise LaunchError(
+            f"the environment's program could not be started: {error.message}",
+            hint=error.hint,
+            step="start",
+            sandbox=sandbox.id,
+        ) from error
 
 
 def _instance_spec(sandbox: Supervisor, resolved: Resolved, node: NodeId) -> InstanceSpec:

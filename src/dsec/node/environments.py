@@ -29,6 +29,8 @@ class Resolved:
     env: dict[str, str] = field(default_factory=dict)
     user: str | None = None
     workdir: str | None = None
+    entrypoint: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
 
 
 class Environments(Protocol):
@@ -74,7 +76,15 @@ class StoredEnvironments:
         layers = tuple(
             Layer(x.digest, str(x.kind), str(x.meta), None if x.blob is None else str(x.blob)) for x in locked.layers
         )
-        return Resolved(hold=lease, layers=layers, env=dict(locked.env), user=locked.user, workdir=locked.workdir)
+        return Resolved(
+            hold=lease,
+            layers=layers,
+            env=dict(locked.env),
+            user=locked.user,
+            workdir=locked.workdir,
+            entrypoint=locked.entrypoint,
+            command=locked.command,
+        )
 
     async def hold(self, digests: Collection[str]) -> Hold:
         return self._store.layers.lease(digests)

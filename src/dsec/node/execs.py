@@ -12,6 +12,7 @@ import msgspec
 
 from dsec.agent.execs import ExecStream
 from dsec.core.errors import DsecError
+from dsec.core.ids import main_exec_id
 from dsec.core.limits import EXEC_INLINE_OUTPUT_BYTES_MAX
 from dsec.node.record import OutputRecord
 from dsec.node.recordstore import ERR, OUT
@@ -135,9 +136,11 @@ class NodeExec:
 
     def info(self, sandbox: str) -> ExecInfo:
         start, end = self.start, self.end
+        name = "main" if start.id == main_exec_id(sandbox) else None
         if end is None:
             return ExecInfo(
                 id=start.id,
+                name=name,
                 sandbox=sandbox,
                 state="running",
                 command=start.command,
@@ -151,6 +154,7 @@ class NodeExec:
         usage = end.end.usage
         return ExecInfo(
             id=start.id,
+            name=name,
             sandbox=sandbox,
             state="ended",
             command=start.command,

@@ -143,6 +143,10 @@ class Supervisor:
             workdir=spec.workdir if spec.workdir is not None else resolved.workdir,
         )
 
+    async def start_main(self, request: records.ExecRequest) -> NodeExec:
+        """The environment's program, within `creating`: other execs wait for the end of that."""
+        return await self._desk.start(request, request_hash(request))
+
     async def created(self, create_ms: float) -> None:
         await self.move(SandboxState.RUNNING, create_ms=create_ms)
         self.lifetime.touch()
@@ -495,6 +499,8 @@ class Supervisor:
     async def _end(self, cause: EndCause, detail: str | None) -> records.Sandbox:
         if self.tombstone is not None:
             return self.tombstone.sandbox
+        if self.state is SandboxState.FAILED:
+            return self.view()  # abandoned while whoever asks waited: nothing is left, and nothing is to be told
         if self.state is not SandboxState.DESTROYING:
             await self.sample()
             await self._move_anyway(

@@ -6,10 +6,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, TypedDict
 
+import msgspec
+
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.ids import new_exec_id
-from dsec.core.spec import Environment, NetworkMode, SandboxSpec, Substrate
+from dsec.core.spec import Environment, NetworkMode, ReadyProbe, SandboxSpec, Substrate
 from dsec.core.units import parse_size
 from dsec.wire.records import ExecRequest, TtySize
 
@@ -36,6 +38,8 @@ class CreateOptions(TypedDict, total=False):
     name: str | None
     privilege_gain: bool
     keepalive: bool
+    start: bool
+    ready: Mapping[str, Any] | ReadyProbe | None
 
 
 def make_spec(
@@ -56,6 +60,8 @@ def make_spec(
     name: str | None = None,
     privilege_gain: bool = False,
     keepalive: bool = False,
+    start: bool = False,
+    ready: Mapping[str, Any] | ReadyProbe | None = None,
 ) -> SandboxSpec:
     return SandboxSpec(
         environment=environment if isinstance(environment, Environment) else Environment(base=environment),
@@ -74,7 +80,20 @@ def make_spec(
         name=name,
         privilege_gain=privilege_gain,
         keepalive=keepalive,
+        start=start,
+        ready=_probe(ready),
     )
+
+
+def _probe(ready: Mapping[str, Any] | ReadyProbe | None) -> ReadyProbe | None:
+    if ready is None or isinstance(ready, ReadyProbe):
+        return ready
+    try:
+        return msgspec.convert(dict(ready), ReadyProbe)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"ready is not a probe: {error}", hint='such as ready={"port": 8080}, {"shell": …} or {"argv": […]}'
+        ) from error
 
 
 def _chosen(kind: Any, value: str, what: str) -> Any:

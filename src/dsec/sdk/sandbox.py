@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import msgspec
 
 from dsec.core import limits
 from dsec.core.errors import DsecError, GoneError, NotFoundError
-from dsec.core.ids import parse_exec_id
-from dsec.core.spec import Environment, check_path
+from dsec.core.ids import main_exec_id, parse_exec_id
+from dsec.core.spec import Environment, ReadyProbe, check_path
 from dsec.core.states import ENDED
 from dsec.sdk import transfer
 from dsec.sdk.files import AsyncFiles
@@ -72,6 +72,8 @@ class AsyncSandbox:
         name: str | None = None,
         privilege_gain: bool = False,
         keepalive: bool = False,
+        start: bool = False,
+        ready: Mapping[str, Any] | ReadyProbe | None = None,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
         client: AsyncClient | None = None,
@@ -81,9 +83,11 @@ class AsyncSandbox:
         `environment`: a name, or `dsec.Environment(base=…, workspace=…, toolkits=(…,))`. `cpu` in cores; sizes as
         bytes or text such as "4GiB"; `env`, `user` and `workdir` are the defaults of its commands; `ttl_running_s`
         counts from now, `ttl_idle_s` from its last use; with `keepalive` processes in the background are use, too.
-        `privilege_gain` lets set-user-id programs (sudo) raise privileges inside. `idempotency_key`: the same key gives
-        the same sandbox (default: a random one, which makes the retries of this call safe). `client`: default the local
-        service.
+        `privilege_gain` lets set-user-id programs (sudo) raise privileges inside. `start` runs what the environment
+        says (ENTRYPOINT and CMD): it is `main`. With `ready` this returns once it is so: a `dsec.ReadyProbe`, or its
+        fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}.
+        `idempotency_key`: the same key gives the same sandbox (default: a random one, which makes the retries of this
+        call safe). `client`: default the local service.
         Raises CapacityError, LaunchError, EnvironmentNotFoundError, DeadlineError …
         """
         return await _client(client).create(
@@ -103,6 +107,8 @@ class AsyncSandbox:
             name=name,
             privilege_gain=privilege_gain,
             keepalive=keepalive,
+            start=start,
+            ready=ready,
             idempotency_key=idempotency_key,
             timeout_s=timeout_s,
         )
@@ -162,6 +168,12 @@ class AsyncSandbox:
     def files(self) -> AsyncFiles:
         """Its files."""
         return self._files
+
+    @property
+    def main(self) -> AsyncProcess:
+        """The environment's own program. Use of it raises ExecNotFoundError unless the sandbox was created with
+        `start=True`."""
+        return AsyncProcess(self._transport, self.id, main_exec_id(self.id), stdin_offset=None)
 
     async def refresh(self) -> SandboxInfo:
         """Asks for its present state. One that has ended stays readable for a day."""

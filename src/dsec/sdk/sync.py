@@ -11,7 +11,7 @@ from dsec.core import limits
 from dsec.core.errors import (
     DsecError,
 )
-from dsec.core.spec import Environment
+from dsec.core.spec import Environment, ReadyProbe
 from dsec.sdk import transfer
 from dsec.sdk.blocking import Blocking, SocketLike, portal, unwrap
 from dsec.sdk.client import AsyncClient, AsyncCreated
@@ -439,6 +439,8 @@ class Sandbox(Blocking[AsyncSandbox]):
         name: str | None = None,
         privilege_gain: bool = False,
         keepalive: bool = False,
+        start: bool = False,
+        ready: Mapping[str, Any] | ReadyProbe | None = None,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
         client: Client | None = None,
@@ -448,9 +450,11 @@ class Sandbox(Blocking[AsyncSandbox]):
         `environment`: a name, or `dsec.Environment(base=…, workspace=…, toolkits=(…,))`. `cpu` in cores; sizes as
         bytes or text such as "4GiB"; `env`, `user` and `workdir` are the defaults of its commands; `ttl_running_s`
         counts from now, `ttl_idle_s` from its last use; with `keepalive` processes in the background are use, too.
-        `privilege_gain` lets set-user-id programs (sudo) raise privileges inside. `idempotency_key`: the same key gives
-        the same sandbox (default: a random one, which makes the retries of this call safe). `client`: default the local
-        service.
+        `privilege_gain` lets set-user-id programs (sudo) raise privileges inside. `start` runs what the environment
+        says (ENTRYPOINT and CMD): it is `main`. With `ready` this returns once it is so: a `dsec.ReadyProbe`, or its
+        fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}.
+        `idempotency_key`: the same key gives the same sandbox (default: a random one, which makes the retries of this
+        call safe). `client`: default the local service.
         Raises CapacityError, LaunchError, EnvironmentNotFoundError, DeadlineError …
         """
         result: Sandbox = wrap(
@@ -472,6 +476,8 @@ class Sandbox(Blocking[AsyncSandbox]):
                     name=name,
                     privilege_gain=privilege_gain,
                     keepalive=keepalive,
+                    start=start,
+                    ready=ready,
                     idempotency_key=idempotency_key,
                     timeout_s=timeout_s,
                     client=unwrap(client),
@@ -549,6 +555,13 @@ class Sandbox(Blocking[AsyncSandbox]):
     def files(self) -> Files:
         """Its files."""
         result: Files = wrap(self._async.files)
+        return result
+
+    @property
+    def main(self) -> Process:
+        """The environment's own program. Use of it raises ExecNotFoundError unless the sandbox was created with
+        `start=True`."""
+        result: Process = wrap(self._async.main)
         return result
 
     def refresh(self) -> SandboxInfo:

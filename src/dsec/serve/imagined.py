@@ -1,4 +1,7 @@
-"""Environments of a node that offers nothing but the fake substrate: every name is there, and is empty."""
+"""Environments of a node that offers nothing but the fake substrate: every name is there, and is empty.
+
+Started, each would do nothing, for ever.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ from dsec.image.environments import StoreFacts
 from dsec.node.environments import Hold, Resolved
 from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo
 
+_COMMAND = ("sleep", "infinity")
+
 
 class ImaginedEnvironments:
     async def acquire(self, environment: Environment) -> Resolved:
-        return Resolved(hold=_NoHold())
+        return Resolved(hold=_NoHold(), command=_COMMAND)
 
     async def hold(self, digests: Collection[str]) -> Hold:
         return _NoHold()
@@ -22,7 +27,9 @@ class ImaginedEnvironments:
         return [await self.get("base")]
 
     async def get(self, name: str) -> EnvironmentInfo:
-        return EnvironmentInfo(name=name, layers=(), size_bytes=0, created_at=0.0, source="imagined", kind="fake")
+        return EnvironmentInfo(
+            name=name, layers=(), size_bytes=0, created_at=0.0, source="imagined", kind="fake", command=_COMMAND
+        )
 
     async def remove(self, name: str, *, live: Collection[str]) -> None:
         raise _nothing_here()

@@ -41,9 +41,12 @@ class NoHold:
 
 
 class FakeEnvironments:
-    """Environments of no layers, by the names given; a name that is not there is not found."""
+    """Environments of no layers, by the names given, each with this program; a name that is not there is not found."""
 
-    def __init__(self, names: Collection[str] = ("base",)) -> None:
+    def __init__(
+        self, names: Collection[str] = ("base",), *, entrypoint: tuple[str, ...] = (), command: tuple[str, ...] = ()
+    ) -> None:
+        self._program = (entrypoint, command)
         self._infos = {
             name: EnvironmentInfo(name=name, layers=(), size_bytes=0, created_at=0.0, source="fake") for name in names
         }
@@ -51,7 +54,8 @@ class FakeEnvironments:
     async def acquire(self, environment: Environment) -> Resolved:
         for name in environment.names():
             await self.get(name)
-        return Resolved(hold=NoHold())
+        entrypoint, command = self._program
+        return Resolved(hold=NoHold(), entrypoint=entrypoint, command=command)
 
     async def hold(self, digests: Collection[str]) -> Hold:
         return NoHold()

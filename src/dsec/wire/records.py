@@ -45,7 +45,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float | None = None
     cause: str | None = None  # core.states.EndCause, once ended
     cause_detail: str | None = None
-    create_ms: float | None = None  # from admission to the agent's hello
+    create_ms: float | None = None  # from admission to the agent's hello; with `start`, until it was ready
     usage: Usage | None = None
 
 
@@ -261,6 +261,7 @@ class ExecInfo(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     sandbox: str
     state: str  # "running" | "ended"
+    name: str | None = None  # "main": the environment's own program, started with the sandbox
     command: str = ""  # shortened, for people
     started_at: float = 0.0
     ended_at: float | None = None

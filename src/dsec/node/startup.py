@@ -1,0 +1,137 @@
+"""The environment's own program: what it is, and waiting until it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from dsec.agent.client import AgentClient
+from dsec.core import limits
+from dsec.core.errors import DsecError, InvalidArgumentError, LaunchError
+from dsec.core.ids import main_exec_id, new_exec_id
+from dsec.core.spec import ReadyProbe, SandboxSpec
+from dsec.node.environments import Resolved
+from dsec.node.execs import NodeExec
+from dsec.node.recordstore import ERR, OUT
+from dsec.wire import agent
+from dsec.wire.agent import ExecStatus
+from dsec.wire.frames import Channel
+from dsec.wire.records import ExecRequest
+
+_OUTPUT_TOLD_BYTES = 2_000  # of each channel of a main that ended: nobody can ask for it afterwards
+
+
+def main_request(id: str, spec: SandboxSpec, resolved: Resolved) -> ExecRequest | None:
+    """What `start` runs; None without it. Raises InvalidArgumentError when there is nothing to run."""
+    if not spec.start:
+        return None
+    argv = [*resolved.entrypoint, *resolved.command]
+    if not argv:
+        raise InvalidArgumentError(
+            "the environment names no program to start", hint="leave start out, and run commands with exec"
+        )
+    return ExecRequest(id=main_exec_id(id), argv=argv)
+
+
+class Readiness:
+    """Waits until a probe succeeds. Its tries are the agent's execs, and on no record of the node."""
+
+    def __init__(self, probe: ReadyProbe, main: NodeExec, client: Callable[[], Awaitable[AgentClient]]) -> None:
+        self._probe = probe
+        self._main = main
+        self._client = client
+        self._last = "no try has ended"
+
+    async def wait(self, sandbox: str) -> None:
+        """Raises LaunchError when main ends before or time is over, and what the channel raises once it is given up."""
+        asking = asyncio.create_task(self._ask())
+        ended = asyncio.create_task(self._main.ended())
+        try:
+            await asyncio.wait({asking, ended}, timeout=self._probe.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not self._main.live:
+                raise _ended_early(self._main, sandbox)
+            if not asking.done():
+                raise LaunchError(
+                    f"the sandbox was not ready within {self._probe.timeout_s:g} s: {self._last}",
+                    step="ready",
+                    sandbox=sandbox,
+                    detail=_output_of(self._main),
+                )
+            asking.result()
+        finally:
+            asking.cancel()
+            ended.cancel()
+            await asyncio.gather(asking, ended, return_exceptions=True)
+
+    async def _ask(self) -> None:
+        while True:
+            client = await self._client()
+            try:
+                if await self._try(client):
+                    return
+            except DsecError as error:  # it may be so only for now: a program, a port, or the channel is not there yet
+                self._last = " ".join(
+                    [error.message, *([str(error.detail["errno"])] if "errno" in error.detail else [])]
+                )
+            await asyncio.sleep(self._probe.interval_s)
+
+    async def _try(self, client: AgentClient) -> bool:
+        if self._probe.port is not None:
+            async with await client.open_connection(agent.ConnectArgs(port=self._probe.port)):
+                return True
+        end = await self._run(client)
+        self._last = f"the probe ended with {_how(end.status, end.code, end.signal, end.cause)}"
+        return end.status == ExecStatus.EXITED and end.code == 0
+
+    async def _run(self, client: AgentClient) -> agent.ExecEnd:
+        """Its output is taken and thrown away, so that it never blocks."""
+        argv, shell = self._probe.argv, self._probe.shell
+        exec = agent.Exec(
+            id=new_exec_id(),
+            argv=None if argv is None else [_bytes(word) for word in argv],
+            shell=None if shell is None else _bytes(shell),
+            timeout_s=self._probe.timeout_s,
+            merge_stderr=True,
+        )
+        stream = await client.exec(exec)
+        acknowledged = 0
+        async for data in stream:
+            taken = data.offset + len(data.payload)
+            if data.channel == Channel.OUT and taken - acknowledged >= limits.EXEC_UNACKED_BYTES_MAX // 4:
+                acknowledged = taken
+                await client.ack(exec.id, out=taken, err=0)
+        with suppress(DsecError):
+            await client.exit_ack(exec.id)
+        return stream.end
+
+
+def _ended_early(main: NodeExec, sandbox: str) -> LaunchError:
+    info = main.info(sandbox)
+    how = _how(info.status, info.exit_code, info.signal, info.cause)
+    return LaunchError(
+        f"the environment's program ended with {how} before the sandbox was ready",
+        hint="detail holds its last output",
+        step="ready",
+        sandbox=sandbox,
+        detail=_output_of(main),
+    )
+
+
+def _how(status: str | None, code: int | None, signal: int | None, cause: str | None) -> str:
+    text = f"exit code {code}" if status == ExecStatus.EXITED else f"signal {signal}"
+    if status not in (ExecStatus.EXITED, ExecStatus.SIGNALED):
+        text = "an unknown status"
+    return f"{text} ({cause})" if cause else text
+
+
+def _output_of(main: NodeExec) -> dict[str, str]:
+    with main as record:
+        if record.kept_bytes > limits.EXEC_INLINE_OUTPUT_BYTES_MAX:
+            return {}
+        kept = {"stdout": record.read_all(OUT), "stderr": record.read_all(ERR)}
+    return {name: output[-_OUTPUT_TOLD_BYTES:].decode("utf-8", "replace") for name, output in kept.items()}
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
