@@ -70,8 +70,11 @@ class ReadyProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         _within("timeout_s", self.timeout_s, 0.001, limits.READY_TIMEOUT_S_MAX, "seconds")
 
 
-class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One sandbox as asked for. Sizes in bytes, durations in seconds; None means "none"."""
+class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One sandbox as asked for. Sizes in bytes, durations in seconds; None means "none".
+
+    Defaults are left out when it is stored or hashed: a field added later changes nothing for who does not use it.
+    """
 
     environment: Environment
     substrate: Substrate = Substrate.CONTAINER
