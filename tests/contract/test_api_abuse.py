@@ -194,7 +194,7 @@ async def test_a_client_that_does_not_read_holds_back_the_node(api: Served, node
             before = node.frames_sent
             await asyncio.sleep(0.2)
 
-        assert node.frames_sent * DATA_BYTES_MAX < 4 * limits.STREAM_QUEUE_BYTES_MAX
+        assert node.frames_sent * DATA_BYTES_MAX < 4 * limits.MIB
 
     await api.quiet()
     assert node.streams_live == 0

@@ -29,6 +29,9 @@ from dsec.wire.launch import (
 T = TypeVar("T")
 
 _REQUEST_S = 60.0
+_START_AGAIN_S = 0.05
+_HELD = 3  # its exit code when another one has the run directory
+_REPEATABLE = frozenset(LaunchOp) - {LaunchOp.LAUNCH, LaunchOp.SHUTDOWN}
 _EXITS_KEPT_MAX = 8_192
 
 
@@ -62,6 +65,13 @@ class Launcher:
 
     async def request(self, op: LaunchOp, args: Any, answer: type[T], *, timeout_s: float = _REQUEST_S) -> T:
         """Raises LauncherRefusal, UnavailableError (it cannot be reached), or DeadlineError (it may still happen)."""
+        await self._ensure_connected()
+        try:
+            return await self._exchange(op, args, answer, timeout_s)
+        except UnavailableError:
+            if op not in _REPEATABLE:
+                raise
+        # It went away under the request, and may have done it or not: the next launcher does it as well.
         await self._ensure_connected()
         return await self._exchange(op, args, answer, timeout_s)
 
@@ -122,14 +132,7 @@ class Launcher:
                 await self._connect()
 
     async def _connect(self) -> None:
-        link = self._try_connect()
-        if link is None:
-            await self._start()
-            link = self._try_connect()
-        if link is None:
-            raise UnavailableError(
-                f"dsec-launch does not answer at {self._path}", hint=f"its log is {self._run_dir / 'launch.log'}"
-            )
+        link = await self._reached()
         link.setblocking(False)
         self._socket = link
         self.connection += 1
@@ -160,8 +163,23 @@ class Launcher:
             raise UnavailableError(f"cannot reach dsec-launch at {self._path}: {error}") from error
         return link
 
-    async def _start(self) -> None:
-        """It puts itself into the background and exits 0 once it accepts connections."""
+    async def _reached(self) -> socket.socket:
+        """Starts it where nobody answers. What a killed one leaves may hold its run directory for a moment longer, and
+        then the next cannot begin yet."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._start_s
+        while (link := self._try_connect()) is None:
+            if loop.time() >= until_s:
+                raise UnavailableError(
+                    f"dsec-launch does not answer at {self._path}", hint=f"its log is {self._run_dir / 'launch.log'}"
+                )
+            if not await self._start():
+                await asyncio.sleep(_START_AGAIN_S)
+        return link
+
+    async def _start(self) -> bool:
+        """It puts itself into the background and exits 0 once it accepts connections. False: another one holds the run
+        directory, and may just be coming up, or be on its way out."""
         self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         command = [str(self._launch_binary), "--run", str(self._run_dir), "--agent", str(self._agent_binary)]
         log_path = self._run_dir / "launch.log"
@@ -171,10 +189,10 @@ class Launcher:
             raise HostError(f"dsec-launch did not become ready within {self._start_s:g} s") from error
         except OSError as error:
             raise HostError(f"cannot run {command[0]}: {error}") from error
-        # 3: another one holds the run directory; it may just have been started by another connection.
-        if result not in (0, 3):
+        if result not in (0, _HELD):
             tail = log_path.read_text(errors="replace")[-500:].strip()
             raise HostError(f"dsec-launch failed to start (exit {result}): {tail}", hint="see `dsec doctor`")
+        return result == 0
 
     def _run(self, command: list[str], log_path: Path) -> int:
         with log_path.open("ab") as log:
