@@ -146,6 +146,21 @@ def test_errors_end_with_what_to_try(cli: Command) -> None:
     assert done.stderr.decode().splitlines()[-1] == "  try: `dsec ls` shows the sandboxes that live"
 
 
+def test_options_behind_the_sandbox_are_told_apart_from_commands(cli: Command, sb: dsec.Sandbox) -> None:
+    wrong = cli.run("exec", "box", "-c", "echo hi")
+
+    assert (wrong.returncode, wrong.stdout) == (2, b"")
+    assert b"options come before" in wrong.stderr
+    assert cli("exec", "box", "--", "echo", "-c") == b"-c\n"
+
+
+def test_sizes_out_of_bounds_are_named_as_people_write_them(cli: Command) -> None:
+    wrong = cli.run("create", "--backend", "fake", "--memory", "12")
+
+    assert b"between 8.0 MiB and 16.0 TiB, and is 12 B" in wrong.stderr
+    assert cli("--version").startswith(b"dsec 0")
+
+
 def test_errors_answer_in_json_too(cli: Command) -> None:
     told = json.loads(cli("exec", "--json", "nobody", "true", status=125))
 

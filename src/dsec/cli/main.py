@@ -28,12 +28,23 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from dsec import __version__
+
+        print(f"dsec {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     url: Annotated[
         str | None, typer.Option(help="The service: http(s)://… or unix:///… (default: DSEC_URL, or this machine's).")
     ] = None,
     token: Annotated[str | None, typer.Option(help="Default: DSEC_TOKEN.", show_default=False)] = None,
+    version: Annotated[
+        bool, typer.Option("--version", help="Say the version and end.", is_eager=True, callback=_version)
+    ] = False,
 ) -> None:
     settings.url, settings.token = url, token
 

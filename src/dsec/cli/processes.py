@@ -152,6 +152,12 @@ def exec_(
 
 def _command(words: list[str], shell: bool) -> str | list[str]:
     # `exec BOX -- make`: what ends our options comes after an argument, and is still there.
+    if words[0].startswith("-") and words[0] != "--":
+        raise typer.BadParameter(
+            f"{words[0]!r} is no command: options come before it and before the sandbox; "
+            "for a command of that name write `--` first",
+            param_hint="COMMAND",
+        )
     words = words[1:] if words[0] == "--" and len(words) > 1 else words
     return " ".join(words) if shell else words
 

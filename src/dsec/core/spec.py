@@ -11,6 +11,7 @@ import msgspec
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.ids import parse_name
+from dsec.core.units import format_size
 
 
 class Substrate(enum.StrEnum):
@@ -122,6 +123,9 @@ def _within(what: str, value: Any, low: float, high: float, unit: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise InvalidArgumentError(f"{what} must be a number of {unit}, not {value!r}")
     if not low <= value <= high:
+        if unit == "bytes":
+            shown = f"{format_size(int(low))} and {format_size(int(high))}, and is {format_size(int(value))}"
+            raise LimitError(f"{what} must be between {shown}", hint='write it as "512MiB" or "2GiB"')
         raise LimitError(f"{what} must be between {low:g} and {high:g} {unit}, and is {value:g}")
 
 
