@@ -28,6 +28,11 @@ class Room:
     closing: bool = False
 
 
+def memory_promised_max(total_bytes: int, overcommit: float) -> int:
+    """How much memory all sandboxes together may be promised."""
+    return int(total_bytes * overcommit)
+
+
 def refusal(spec: SandboxSpec, room: Room) -> CapacityError | None:
     """Why the sandbox is not admitted; None when it is."""
     if room.closing:
@@ -38,7 +43,7 @@ def refusal(spec: SandboxSpec, room: Room) -> CapacityError | None:
             hint="destroy some, or give them a time to live",
             retry_after_s=RETRY_SOON_S,
         )
-    memory_max = int(room.memory_total_bytes * room.memory_overcommit)
+    memory_max = memory_promised_max(room.memory_total_bytes, room.memory_overcommit)
     if room.memory_promised_bytes + spec.memory_bytes > memory_max:
         return CapacityError(
             f"{format_size(room.memory_promised_bytes)} of memory are promised; with {format_size(spec.memory_bytes)} "

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from dsec.core.units import format_size
+from dsec.node.admission import memory_promised_max
 from dsec.node.config import NodeConfig
 from dsec.node.host import memory_total_bytes
 from dsec.storage.space import free_bytes
@@ -131,7 +132,7 @@ def _landlock() -> Finding:
 
 def _memory(config: NodeConfig) -> Finding:
     total = memory_total_bytes()
-    promised = int(total * config.memory_overcommit)
+    promised = memory_promised_max(total, config.memory_overcommit)
     return Finding(
         what="memory", status=OK, detail=f"{format_size(total)}; sandboxes are promised {format_size(promised)}"
     )

@@ -16,7 +16,7 @@ from dsec.core.errors import DsecError, HostError, NodeRetiredError, SandboxNotF
 from dsec.core.ids import NodeId, node_of, parse_sandbox_id
 from dsec.core.spec import Substrate
 from dsec.core.states import EndCause
-from dsec.node.admission import Room
+from dsec.node.admission import Room, memory_promised_max
 from dsec.node.adoption import Adoption
 from dsec.node.config import NodeConfig
 from dsec.node.creation import Creation
@@ -202,7 +202,7 @@ class Node:
             sandboxes=len(self.registry),
             sandboxes_max=config.sandboxes_max,
             memory_promised_bytes=self.registry.memory_promised_bytes,
-            memory_promised_bytes_max=int(memory_total_bytes() * config.memory_overcommit),
+            memory_promised_bytes_max=memory_promised_max(memory_total_bytes(), config.memory_overcommit),
         )
 
     def room(self) -> Room:

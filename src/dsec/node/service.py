@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from dsec import __version__
+from dsec.agent.client import AgentClient
 from dsec.core import limits
 from dsec.core.errors import (
     DeadlineError,
@@ -269,40 +270,38 @@ class Service:
 
         return call
 
-    async def _file_read(self, request: wire.FileCall, caller: Caller, stream: Stream) -> None:
+    @asynccontextmanager
+    async def _agent_of(
+        self, method: Method, request: wire.FileCall, caller: Caller
+    ) -> AsyncIterator[tuple[AgentClient, Any]]:
+        """The agent and the checked arguments of a stream; the sandbox counts as used for as long as it lasts."""
         sandbox = self._sandbox(request.sandbox, caller)
-        args = decode_args(Method.FILE_READ, request)
+        args = decode_args(method, request)
         async with sandbox.operating(short=False) as client:
+            yield client, args
+
+    async def _file_read(self, request: wire.FileCall, caller: Caller, stream: Stream) -> None:
+        async with self._agent_of(Method.FILE_READ, request, caller) as (client, args):
             await streams.send_download(await client.read(args), stream, offset=args.offset)
 
     async def _file_archive(self, request: wire.FileCall, caller: Caller, stream: Stream) -> None:
-        sandbox = self._sandbox(request.sandbox, caller)
-        args = decode_args(Method.FILE_ARCHIVE, request)
-        async with sandbox.operating(short=False) as client:
+        async with self._agent_of(Method.FILE_ARCHIVE, request, caller) as (client, args):
             await streams.send_download(await client.archive(args), stream, offset=0)
 
     async def _file_write(self, request: wire.FileCall, caller: Caller, stream: Stream) -> None:
-        sandbox = self._sandbox(request.sandbox, caller)
-        args = decode_args(Method.FILE_WRITE, request)
-        async with sandbox.operating(short=False) as client:
+        async with self._agent_of(Method.FILE_WRITE, request, caller) as (client, args):
             await streams.take_upload(await client.open_write(args), stream)
 
     async def _file_extract(self, request: wire.FileCall, caller: Caller, stream: Stream) -> None:
-        sandbox = self._sandbox(request.sandbox, caller)
-        args = decode_args(Method.FILE_EXTRACT, request)
-        async with sandbox.operating(short=False) as client:
+        async with self._agent_of(Method.FILE_EXTRACT, request, caller) as (client, args):
             await streams.take_upload(await client.open_extract(args), stream)
 
     async def _file_watch(self, request: wire.FileCall, caller: Caller, stream: Stream) -> None:
-        sandbox = self._sandbox(request.sandbox, caller)
-        args = decode_args(Method.FILE_WATCH, request)
-        async with sandbox.operating(short=False) as client:
+        async with self._agent_of(Method.FILE_WATCH, request, caller) as (client, args):
             await streams.send_changes(await client.watch(args), stream)
 
     async def _connect(self, request: wire.FileCall, caller: Caller, stream: Stream) -> None:
-        sandbox = self._sandbox(request.sandbox, caller)
-        args = decode_args(Method.CONNECT, request)
-        async with sandbox.operating(short=False) as client:
+        async with self._agent_of(Method.CONNECT, request, caller) as (client, args):
             await streams.relay(await client.open_connection(args), stream)
 
     # -- environments and the node -----------------------------------------------------------------
