@@ -265,6 +265,19 @@ def test_usage_counts_what_runs(wire: AgentWire) -> None:
     assert 0 < usage["agent_rss_bytes"] < 8 << 20
 
 
-def test_reseed_and_freeze_prepare_answer(wire: AgentWire) -> None:
+def test_reseed_answers(wire: AgentWire) -> None:
     assert wire.call("reseed", seed=os.urandom(32)) == {}
+
+
+def test_between_freeze_prepare_and_clock_no_timeout_fires(wire: AgentWire) -> None:
+    """However long the host takes to say for how long it froze us (a loaded one took more than a second)."""
     assert wire.call("freeze_prepare") == {}
+
+    held = wire.run("e1", "sleep", "1.5", timeout_s=0.1)
+    other = wire.open("exec", id="e2", argv=[b"sleep", b"60"], timeout_s=0.1)
+    wire.result(other)
+    assert wire.call("clock", paused_s=0.0, wall_s=None) == {}
+    late = wire.collect(other)
+
+    assert (held.end["end"]["code"], held.end["end"]["cause"]) == (0, None)
+    assert late.end["end"]["cause"] == "timed_out"

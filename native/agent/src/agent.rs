@@ -32,10 +32,10 @@ const SCRATCH_BYTES: usize = 64 << 10;
 const PENDING_MAX: usize = 8;
 const PREAMBLE_MS: u64 = 5_000;
 const SHUTDOWN_MS: u64 = 2_000;
-/// Waking so much later than planned means that we were frozen.
-const FROZEN_MS: u64 = 500;
-/// Then the host is about to say for how long, and no deadline fires before.
-const CLOCK_WAIT_MS: u64 = 1_000;
+/// After `freeze_prepare` no deadline fires before `clock` says how long we stood still. The monotonic clock runs on
+/// while we are frozen, so the wait for a host that has died is counted in turns of our own.
+const CLOCK_TURN_MS: u64 = 1_000;
+const CLOCK_TURNS_MAX: u32 = 60;
 /// One descriptor does not keep the others waiting.
 const FRAMES_PER_TURN: usize = 256;
 const PUMPS_PER_TURN: usize = 64;
@@ -65,7 +65,7 @@ pub struct Agent {
     next_pending: u32,
     /// The last stream that sent, so that all get their turn.
     pumped: u32,
-    hold_until_ms: u64,
+    clock_turns: u32,
     finished: bool,
     // Last: sources leave it when they are dropped.
     pub poller: Poller,
@@ -109,7 +109,7 @@ impl Agent {
             pending: Vec::new(),
             next_pending: 0,
             pumped: 0,
-            hold_until_ms: 0,
+            clock_turns: 0,
             finished: false,
             poller,
         })
@@ -121,11 +121,9 @@ impl Agent {
         let mut more = false;
         while !self.finished {
             let planned = self.timeout_ms(more);
-            let started = self.timers.now_ms();
             self.poller
                 .wait(&mut ready, planned)
                 .map_err(AgentError::at("waiting"))?;
-            self.notice_freeze(started, planned);
             for event in ready.drain(..) {
                 self.dispatch(event);
             }
@@ -198,7 +196,14 @@ impl Agent {
     /// The host says how long everything stood still.
     pub fn clock_told(&mut self, paused_ms: u64) {
         self.timers.shift(paused_ms);
-        self.hold_until_ms = 0;
+        self.timers.clear(Timer::Clock);
+        self.clock_turns = 0;
+    }
+
+    /// The host is about to freeze us: deadlines wait until it has said for how long.
+    pub fn hold_timers(&mut self) {
+        self.clock_turns = CLOCK_TURNS_MAX;
+        self.timers.set_in(Timer::Clock, CLOCK_TURN_MS);
     }
 
     pub fn begin_shutdown(&mut self) {
@@ -266,22 +271,18 @@ impl Agent {
         if more {
             return 0;
         }
-        let Some(next) = self.timers.next_ms() else {
+        let Some(next) = self.next_deadline_ms() else {
             return -1;
         };
-        let at = next.max(self.hold_until_ms);
-        let wait = at.saturating_sub(self.timers.now_ms());
+        let wait = next.saturating_sub(self.timers.now_ms());
         i32::try_from(wait).unwrap_or(i32::MAX)
     }
 
-    fn notice_freeze(&mut self, started: u64, planned: i32) {
-        let Ok(planned) = u64::try_from(planned) else {
-            return;
-        };
-        let now = self.timers.now_ms();
-        if now > started + planned + FROZEN_MS {
-            self.hold_until_ms = now + CLOCK_WAIT_MS;
+    fn next_deadline_ms(&self) -> Option<u64> {
+        if self.clock_turns > 0 {
+            return self.timers.at(Timer::Clock);
         }
+        self.timers.next_ms()
     }
 
     fn dispatch(&mut self, event: Ready) {
@@ -317,7 +318,7 @@ impl Agent {
     }
 
     fn fire_timers(&mut self) {
-        if self.timers.now_ms() < self.hold_until_ms {
+        if !self.clock_is_known() {
             return;
         }
         while let Some(timer) = self.timers.pop_due() {
@@ -328,8 +329,21 @@ impl Agent {
                 Timer::Quiet(key) | Timer::DrainEnd(key) => self.drain_is_over(key),
                 Timer::Preamble(number) => self.pending.retain(|p| p.number != number),
                 Timer::Shutdown => self.finish(),
+                Timer::Clock => {}
             }
         }
+    }
+
+    /// One turn of the wait for `clock` is over, when there is one: however long we were frozen, it counts as one.
+    fn clock_is_known(&mut self) -> bool {
+        if self.clock_turns > 0 && self.timers.is_due(Timer::Clock) {
+            self.clock_turns -= 1;
+            self.timers.set_in(Timer::Clock, CLOCK_TURN_MS);
+            if self.clock_turns == 0 {
+                self.timers.clear(Timer::Clock);
+            }
+        }
+        self.clock_turns == 0
     }
 
     fn accept(&mut self) {

@@ -139,7 +139,7 @@ impl Agent {
             "usage" => none(args).and_then(|()| self.op_usage()),
             "clock" => self.op_clock(args),
             "reseed" => op_reseed(args),
-            "freeze_prepare" => none(args).and_then(|()| reply(&Empty {})),
+            "freeze_prepare" => self.op_freeze_prepare(args),
             "shutdown" => none(args).and_then(|()| {
                 self.begin_shutdown();
                 reply(&Empty {})
@@ -244,6 +244,12 @@ impl Agent {
             disk_used_bytes: disk.used_bytes,
             disk_total_bytes: disk.total_bytes,
         })
+    }
+
+    fn op_freeze_prepare(&mut self, args: &[u8]) -> Result<Answer, Refusal> {
+        none(args)?;
+        self.hold_timers();
+        reply(&Empty {})
     }
 
     fn op_clock(&mut self, args: &[u8]) -> Result<Answer, Refusal> {

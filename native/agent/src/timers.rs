@@ -19,6 +19,8 @@ pub enum Timer {
     Preamble(u32),
     /// The grace of a shutdown is over.
     Shutdown,
+    /// One turn of the wait for `clock` after `freeze_prepare` is over.
+    Clock,
 }
 
 pub struct Timers {
@@ -59,6 +61,14 @@ impl Timers {
 
     pub fn is_set(&self, timer: Timer) -> bool {
         self.at.contains_key(&timer)
+    }
+
+    pub fn at(&self, timer: Timer) -> Option<u64> {
+        self.at.get(&timer).copied()
+    }
+
+    pub fn is_due(&self, timer: Timer) -> bool {
+        self.at(timer).is_some_and(|at| at <= self.now_ms())
     }
 
     pub fn next_ms(&self) -> Option<u64> {

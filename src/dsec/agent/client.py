@@ -199,7 +199,7 @@ class AgentClient:
         await self._unary(Op.RESEED, agent.ReseedArgs(seed))
 
     async def freeze_prepare(self) -> None:
-        """The agent flushes its queued output before it is frozen."""
+        """The agent flushes its queued output before it is frozen, and holds its deadlines until `clock`."""
         await self._unary(Op.FREEZE_PREPARE, {})
 
     async def shutdown(self) -> None:

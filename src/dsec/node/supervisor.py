@@ -121,9 +121,10 @@ class Supervisor:
         if self.state is not SandboxState.RUNNING:
             # It was being frozen or thawed: running is where both can be told apart from nothing.
             await instance.resume()
-            self._note_resumed()
-        # A busy machine, with many to take over, is no reason to end one.
-        await self._open_link().open(tries=limits.RECONNECTS_MAX)
+            await self._reach_agent(self._note_resumed())
+        else:
+            # A busy machine, with many to take over, is no reason to end one.
+            await self._open_link().open(tries=limits.RECONNECTS_MAX)
         await self.move(SandboxState.RUNNING)
 
     @asynccontextmanager
@@ -357,6 +358,8 @@ class Supervisor:
             await instance.pause(deadline_s=self._services.config.pause_deadline_s)
         except BaseException:
             link.resume()
+            with suppress(DsecError):
+                await (await link.client()).clock(paused_s=0.0)
             await self._move_anyway(SandboxState.RUNNING)
             raise
         left = self.lifetime.running_left_s
