@@ -60,7 +60,7 @@ class AgentUnderTest:
         if self._echo_port is None:
             script = 'python3 -c "$ECHO" > /tmp/port & while ! test -s /tmp/port; do sleep 0.01; done; cat /tmp/port'
             client = await self.client()
-            result = await run(client, script, env={b"ECHO": _ECHO.encode()}, timeout_s=20.0)
+            result = await run(client, script, env={b"ECHO": _ECHO.encode()}, timeout_s=60)
             client.close()
             self._echo_port = int(result.out)
         return self._echo_port
@@ -90,7 +90,7 @@ async def run(client: AgentClient, shell: str | None = None, /, **fields: object
 @asynccontextmanager
 async def fake_agent() -> AsyncIterator[AgentUnderTest]:
     backend = FakeBackend()
-    instance = await backend.create(instance_spec(), intend=Intents(), deadline_s=5)
+    instance = await backend.create(instance_spec(), intend=Intents(), deadline_s=60)
     under_test = AgentUnderTest(
         instance.connect, kind="fake", place=b"/tmp/place", echo_port=ECHO_PORT, sandbox=instance.id
     )

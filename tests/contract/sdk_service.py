@@ -44,7 +44,7 @@ def running_service(directory: Path) -> Iterator[RunningService]:
         yield RunningService(run / "api.sock", port, environment)
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(60)
         log.close()
 
 

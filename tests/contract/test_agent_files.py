@@ -415,7 +415,7 @@ async def test_what_is_no_tar_is_refused(under_test: AgentUnderTest) -> None:
 
 
 async def wait_for(watch: Watch, kind: str, path: bytes) -> agent.WatchEvent:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         async for event in watch:
             if (event.kind, event.path) == (kind, path):
                 return event
@@ -449,7 +449,7 @@ async def test_a_watch_ends_when_it_is_stopped(under_test: AgentUnderTest) -> No
 
     watch.stop()
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert [event async for event in watch] == []
 
 
@@ -478,7 +478,7 @@ async def test_a_connection_carries_bytes_both_ways(under_test: AgentUnderTest) 
         connection.send_end()
 
     received = bytearray()
-    async with asyncio.TaskGroup() as group, asyncio.timeout(20):
+    async with asyncio.TaskGroup() as group, asyncio.timeout(60):
         group.create_task(send())
         while (piece := await connection.receive()) is not None:
             received += piece
@@ -549,5 +549,5 @@ async def test_shutdown_is_answered_and_then_the_connection_ends(under_test: Age
 
     await client.shutdown()
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert isinstance(await client.channel.closed(), UnavailableError)

@@ -55,7 +55,7 @@ async def raw(
 
 async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, object]]:
     """Status and JSON body of an answer after which the server closes."""
-    text = await asyncio.wait_for(reader.read(), 10)
+    text = await asyncio.wait_for(reader.read(), 60)
     head, _, body = text.partition(b"\r\n\r\n")
     assert b"x-request-id" in head
     return int(head.split()[1]), json.loads(body)
@@ -89,7 +89,7 @@ async def test_trailers_without_bounds_end_the_connection(api: Served, node: Nod
             for _ in range(100):
                 writer.write(b"b" * 65_536)
                 await writer.drain()
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert await asyncio.wait_for(reader.read(), 60) == b""
     await api.quiet()
 
 
@@ -149,7 +149,7 @@ async def test_a_head_that_never_ends_is_given_up(api: Served, monkeypatch: pyte
         writer.write(b"GET /v1/health HTTP/1.1\r\nHo")
         status, body = await answer_of(reader)
     async with raw(api) as (reader, writer):  # and one that never begins
-        assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert await asyncio.wait_for(reader.read(), 60) == b""
 
     assert (status, body["code"]) == (400, "invalid_argument")
 
@@ -168,7 +168,7 @@ async def test_an_idle_connection_is_closed(api: Served, monkeypatch: pytest.Mon
     monkeypatch.setattr(connection_module, "KEEP_ALIVE_S", 0.05)
     async with raw(api) as (reader, writer):
         writer.write(b"GET /v1/health HTTP/1.1\r\n\r\n")
-        text = await asyncio.wait_for(reader.read(), 10)
+        text = await asyncio.wait_for(reader.read(), 60)
 
     assert text.startswith(b"HTTP/1.1 200")
 
@@ -430,7 +430,7 @@ async def test_a_message_above_the_bound_closes_with_1009(api: Served, node: Nod
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101")
         # Only its head is sent: masked, binary, one byte too long.
         writer.write(b"\x82\xff" + (limits.WEBSOCKET_MESSAGE_BYTES_MAX + 1).to_bytes(8, "big") + bytes(4))
-        text = await asyncio.wait_for(reader.read(), 10)
+        text = await asyncio.wait_for(reader.read(), 60)
 
     assert b"\x03\xf1" in text  # 1009
     await api.quiet()

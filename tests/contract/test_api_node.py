@@ -120,7 +120,7 @@ async def test_a_wait_ends_with_its_exec(api: Served) -> None:
     await call(api, "POST", f"{base}/execs/{exec}/kill")
 
     assert still["state"] == "running"
-    assert (await asyncio.wait_for(waiting, 30))["cause"] == "killed"
+    assert (await asyncio.wait_for(waiting, 60))["cause"] == "killed"
 
 
 async def test_files_and_archives_go_in_and_out(api: Served) -> None:

@@ -230,7 +230,7 @@ async def test_another_user_is_refused_even_where_the_socket_lets_them_in(api: S
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, str(api.socket), stdout=asyncio.subprocess.PIPE
     )
-    answer, _ = await asyncio.wait_for(process.communicate(), 30)
+    answer, _ = await asyncio.wait_for(process.communicate(), 60)
 
     assert answer.startswith(b"HTTP/1.1 403")
     assert b'"forbidden"' in answer
@@ -468,4 +468,4 @@ async def test_items_of_a_batch_fail_one_by_one(api: Served, node: NodeDouble) -
         items = [json.loads(line) for line in (await answer.read()).splitlines()]
 
     assert [item["error"]["code"] for item in items] == ["no_capacity"] * 3
-    await asyncio.wait_for(api.quiet(), 5)
+    await asyncio.wait_for(api.quiet(), 60)

@@ -312,7 +312,7 @@ async def test_several_receivers_share_what_comes() -> None:
     for number in range(10):
         await one.send(frame(number))
 
-    received = await asyncio.wait_for(asyncio.gather(*receivers), 5)
+    received = await asyncio.wait_for(asyncio.gather(*receivers), 60)
 
     assert sorted(int.from_bytes(got.body, "big") for got in received if got) == list(range(10))
 

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,7 +150,7 @@ async def test_a_started_sandbox_has_its_program_as_main(client: dsec.AsyncClien
     async with await client.create("base", backend="fake", start=True, ready=ready) as sandbox:
         told = await sandbox.main.info()
         await sandbox.main.signal("TERM")
-        result = await sandbox.main.wait(20)
+        result = await sandbox.main.wait(60)
 
         assert (told.name, told.state, told.command) == ("main", "running", "sleep infinity")
         assert [e.id for e in await sandbox.execs()] == [sandbox.main.id]
@@ -216,7 +217,7 @@ async def test_stdin_is_given_whole(sb: dsec.AsyncSandbox, size: int) -> None:
 
 
 async def test_without_stdin_a_command_reads_end_of_file(sb: dsec.AsyncSandbox) -> None:
-    assert (await sb.exec(["cat"], timeout_s=20)).stdout_bytes == b""
+    assert (await sb.exec(["cat"], timeout_s=60)).stdout_bytes == b""
 
 
 async def test_a_command_that_does_not_read_its_stdin_still_ends(sb: dsec.AsyncSandbox) -> None:
@@ -236,7 +237,7 @@ async def test_output_is_heard_as_it_comes(sb: dsec.AsyncSandbox) -> None:
     running = asyncio.create_task(
         sb.exec("echo one; echo two >&2; sleep 60", on_stdout=out, on_stderr=lambda t: heard.append(("err", t)))
     )
-    await asyncio.wait_for(first.wait(), 20)
+    await asyncio.wait_for(first.wait(), 60)
 
     assert not running.done()
     running.cancel()
@@ -287,6 +288,28 @@ async def test_above_the_record_head_and_tail_are_kept_and_said(sb: dsec.AsyncSa
     assert missing + len(result.stdout) == len(whole)
 
 
+async def test_a_start_that_is_cancelled_before_its_answer_is_killed(
+    client: dsec.AsyncClient, sb: dsec.AsyncSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = client._transport.call
+
+    async def slow(method: str, path: str, *rest: Any, **more: Any) -> Any:
+        answer = await call(method, path, *rest, **more)
+        if method == "POST" and path.endswith("/execs"):
+            await asyncio.Event().wait()
+        return answer
+
+    monkeypatch.setattr(client._transport, "call", slow)
+    starting = asyncio.create_task(sb.start("sleep 1000"))
+    await _until(sb, "running")
+
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+
+    assert [e.cause for e in await _until(sb, "ended")] == ["killed"]
+
+
 async def test_a_cancelled_exec_is_killed(sb: dsec.AsyncSandbox) -> None:
     running = asyncio.create_task(sb.exec("sleep 1000"))
     await _until(sb, "running")
@@ -309,7 +332,7 @@ async def test_a_callback_that_raises_kills_the_command_and_is_raised(sb: dsec.A
 
 
 async def _until(sb: dsec.AsyncSandbox, state: str) -> list[dsec.ExecInfo]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             found = await sb.execs()
             if found and all(e.state == state for e in found):

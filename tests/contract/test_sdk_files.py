@@ -112,7 +112,7 @@ async def test_changes_are_watched_from_the_call_on(sb: dsec.AsyncSandbox) -> No
 
     async with await sb.files.watch("/w") as watch:
         await sb.files.write("/w/new", "x")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             notice = await anext(watch.__aiter__())
 
     assert (notice.kind, notice.path) == ("created", "new")

@@ -160,7 +160,7 @@ def test_ctrl_c_kills_the_command_and_the_program_ends(
     _until(lambda: [e for e in sb.execs() if e.state == "running"])
 
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=60)
 
     assert "KeyboardInterrupt" in said
     _until(lambda: [(e.state, e.cause) for e in sb.execs()] == [("ended", "killed")])
@@ -210,7 +210,7 @@ asyncio.run(dsec.AsyncSandbox.list())
 
 
 def _until(condition: object) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.01)

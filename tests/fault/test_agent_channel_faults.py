@@ -30,7 +30,7 @@ async def test_work_that_is_taken_up_after_a_break_runs_each_command_once() -> N
     async for faults in each_nth_failure("fake.agent."):
         backend, id = FakeBackend(), new_exec_id()
         async with no_leaks_async():
-            instance = await backend.create(instance_spec(), intend=Intents(), deadline_s=5)
+            instance = await backend.create(instance_spec(), intend=Intents(), deadline_s=60)
             client = await AgentClient.connect(instance.connect, sandbox=instance.id)
             with faults, suppress(UnavailableError):
                 await work(client, id)
@@ -54,7 +54,7 @@ async def test_work_that_is_taken_up_after_a_break_runs_each_command_once() -> N
 
 
 async def test_an_agent_that_cannot_be_reached_is_a_fault_of_the_sandbox() -> None:
-    instance = await FakeBackend().create(instance_spec(), intend=Intents(), deadline_s=5)
+    instance = await FakeBackend().create(instance_spec(), intend=Intents(), deadline_s=60)
 
     with Faults(1, prefix="fake.connect"), pytest.raises(SandboxFaultError):
         await AgentClient.connect(instance.connect, sandbox=instance.id)

@@ -18,7 +18,7 @@ import msgspec
 
 from tests.native.agent_wire import AgentWire
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 AGENT_UID = 65_535
 # What the launcher leaves the agent: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap, sys_chroot.
 AGENT_CAPS = ("chown", "dac_override", "fowner", "fsetid", "kill", "setgid", "setuid", "setpcap", "sys_chroot")

@@ -15,7 +15,7 @@ import msgspec
 
 from dsec.wire.frames import Channel, Data, Frame, FrameDecoder, FrameType, decode_data, encode_data, encode_frame
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Refused(Exception):

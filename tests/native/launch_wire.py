@@ -254,7 +254,7 @@ class Host:
             client.close()
         if self.process is not None:
             self.process.send_signal(signal.SIGTERM)
-            self.process.wait(timeout=30)
+            self.process.wait(timeout=60)
         subprocess.run([self.program, "--run", self.run, "--unpin"], check=True)
         for parent in self.cgroup_parents():
             below = [path for path in sorted(parent.rglob("*"), reverse=True) if path.is_dir()]

@@ -185,7 +185,7 @@ def test_a_thousand_kept_execs_hold_a_bounded_amount(agent: Agent, wire: AgentWi
     for number in range(100):
         stream = wire.open("exec", id=f"e{number}", shell=b"head -c 1000000 /dev/zero")
         wire.result(stream)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     before = -1
     while (total := sum(state["out"] for state in wire.call("execs")["execs"])) != before:
         assert time.monotonic() < deadline

@@ -314,7 +314,7 @@ def test_shutdown_leaves_sandboxes_running(host: Host, client: LaunchClient) -> 
 
     client.call("shutdown")
     assert host.process is not None
-    assert host.process.wait(timeout=30) == 0
+    assert host.process.wait(timeout=60) == 0
 
     assert ask(plan, "echo alive").startswith("alive\n")
     later = host.start()

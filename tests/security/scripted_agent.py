@@ -70,7 +70,7 @@ class ScriptedAgent(asyncio.Protocol):
 
     async def request(self, op: str) -> int:
         """The stream of the last request for this operation, once it has come."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 for frame in reversed(self.frames):
                     if frame.type == FrameType.REQ and op.encode() in frame.body:

@@ -51,7 +51,7 @@ async def test_stopping_what_is_being_started_does_not_stop_the_agent(client: As
 
         assert all(result is None or result.timed_out or result.ok for result in results), results
         await stopper.kill()
-        assert (await sandbox.exec("echo works", timeout_s=20)).stdout == "works\n"
+        assert (await sandbox.exec("echo works", timeout_s=60)).stdout == "works\n"
 
 
 async def _short(sandbox: AsyncSandbox) -> ExecResult | None:
@@ -80,7 +80,7 @@ async def test_terminals_of_one_sandbox_leave_others_theirs(client: AsyncClient)
 
         assert int(result.stdout) <= 256
         command = ["python3", "-c", "import os; print(os.ttyname(0))"]
-        assert "/dev/pts/" in (await other.exec(command, tty=True, timeout_s=20)).stdout
+        assert "/dev/pts/" in (await other.exec(command, tty=True, timeout_s=60)).stdout
 
 
 _SOCKETS = """

@@ -80,7 +80,7 @@ async def work(client: AgentClient) -> None:
 async def one_conversation(seed: int, rate: float) -> type[BaseException] | None:
     """The type of the error that it ended with. Anything but a DsecError, or a damage that shows, is our fault."""
     rng = random.Random(seed)
-    instance = await FakeBackend().create(instance_spec(), intend=Intents(), deadline_s=5)
+    instance = await FakeBackend().create(instance_spec(), intend=Intents(), deadline_s=60)
 
     async def connect(factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
         return await instance.connect(lambda: Mutated(factory(), rng, rate))
@@ -99,7 +99,7 @@ async def one_conversation(seed: int, rate: float) -> type[BaseException] | None
         if client is not None:
             client.close()
             assert client.channel.failure is not None
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await client.channel.closed()
         await instance.destroy()
     return None

@@ -109,7 +109,7 @@ async def test_a_violation_closes_the_channel_for_everyone(bad: bytes) -> None:
 
     scripted.send(bad)
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         failure = await client.channel.closed()
         await scripted.lost.wait()
         results = await asyncio.gather(*others, return_exceptions=True)
@@ -128,7 +128,7 @@ async def test_both_channels_share_the_credit() -> None:
 
     scripted.send(data(S, 1, 0, bytes(200_000)) + data(S, 2, 0, bytes(62_145)))
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert isinstance(await client.channel.closed(), ProtocolError)
 
 
@@ -344,7 +344,7 @@ async def test_noise_without_end_is_given_up() -> None:
 
     with pytest.raises(ProtocolError, match="preamble"):
         await AgentClient.connect(scripted.connect, sandbox="sbx", open_timeout_s=5)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await scripted.lost.wait()
 
 
@@ -354,7 +354,7 @@ async def test_an_agent_that_falls_silent_is_given_up(options: dict[str, Any]) -
 
     with pytest.raises(DeadlineError):
         await AgentClient.connect(scripted.connect, sandbox="sbx", open_timeout_s=0.1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await scripted.lost.wait()
 
 
@@ -384,7 +384,7 @@ async def test_a_lost_connection_fails_everyone_at_once() -> None:
 
     scripted.transport.close()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(result) for result in results] == [UnavailableError, UnavailableError]
 
@@ -437,7 +437,7 @@ async def test_frames_for_streams_that_are_over_are_bounded() -> None:
     assert await calling == []
 
     scripted.send(frame(FrameType.CREDIT, S, agent.Credit(1)) * 10_000)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert isinstance(await client.channel.closed(), ProtocolError)
 
 
@@ -510,7 +510,7 @@ async def test_a_flood_of_tiny_frames_lets_others_run() -> None:
     watching = asyncio.create_task(other())
     scripted.send(b"".join(data(S, 1, at, b"x") for at in range(10_000)))
     scripted.send(data(999, 1, 0, b"x"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await watching
 
     assert turns >= 10_000 // FRAMES_PER_TURN

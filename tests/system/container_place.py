@@ -155,7 +155,7 @@ class Place:
 
         self.run.mkdir(parents=True, exist_ok=True, mode=0o700)
         command = [find_binary("dsec-launch"), "--run", self.run, "--agent", find_binary("dsec-agent"), *arguments]
-        subprocess.run(command, check=True, timeout=30, stdin=subprocess.DEVNULL, start_new_session=True)
+        subprocess.run(command, check=True, timeout=60, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def start_process(self) -> subprocess.Popen[bytes]:
         """`dsec up` of this place in a process of its own. It may not be ready yet: see `ready`."""
@@ -190,7 +190,7 @@ class Place:
     def kill_node(self) -> None:
         process = self.processes[-1]
         process.kill()
-        process.wait(30)
+        process.wait(60)
 
     def kill_launcher(self) -> None:
         """kill -9 of the launcher alone; what it has started runs on."""
@@ -202,7 +202,7 @@ class Place:
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
-            process.wait(30)
+            process.wait(60)
         for kill in {*_CGROUPS.glob(f"{self.name}/cgroup.kill"), *_CGROUPS.glob(f"*/{self.name}/cgroup.kill")}:
             kill.write_text("1")
         end_launcher(self.run)

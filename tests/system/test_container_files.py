@@ -123,7 +123,7 @@ async def test_a_downloaded_tree_brings_links_but_nothing_through_them(
     await sandbox.exec("mkfifo /plant/fifo; mkdir '/plant/a\nb'; echo ok > '/plant/a\nb/file'; ln -s a /plant/a2")
     target = tmp_path / "target"
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await sandbox.download("/plant", target)
 
     assert (target / "a\nb" / "file").read_text() == "ok\n"
@@ -135,7 +135,7 @@ async def test_a_downloaded_tree_brings_links_but_nothing_through_them(
 
 async def test_a_fifo_or_device_holds_nobody_up(sandbox: AsyncSandbox) -> None:
     await sandbox.exec("mkfifo /tmp/fifo")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for path in ("/tmp/fifo", "/dev/zero", "/dev/tty"):
             with pytest.raises(DsecError):
                 await sandbox.files.read_bytes(path, max_bytes=100)

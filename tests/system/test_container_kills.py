@@ -86,7 +86,7 @@ async def test_what_ended_while_the_node_was_away_is_told_with_its_exit(place: P
         place.start_process()
         await place.ready(client)
 
-        result = await (await sandbox.attach(process.id)).wait(30)
+        result = await (await sandbox.attach(process.id)).wait(60)
 
         assert (result.exit_code, result.stdout) == (5, "done\n")
 
@@ -155,7 +155,7 @@ async def test_kill_9_of_an_agent_fails_its_sandbox_alone_and_says_so(place: Pla
 
             await eventually(failed)
             assert sandbox.info.cause == "sandbox_fault"
-            result = await asyncio.wait_for(waiting, 20)
+            result = await asyncio.wait_for(waiting, 60)
             assert (result.status, result.cause, result.exit_code) == ("unknown", "agent_lost", None)
             assert result.stdout == "begun\n"
             with pytest.raises(GoneError):

@@ -55,7 +55,7 @@ async def test_a_server_is_reachable_when_the_create_returns_and_gone_with_its_s
                 told = await sandbox.main.info()
                 shown = [chunk.text async for chunk in sandbox.main.output(follow=False)]
                 await sandbox.main.signal("TERM")
-                result = await sandbox.main.wait(30)
+                result = await sandbox.main.wait(60)
                 after = await sandbox.exec("echo goes on")
 
     assert said == b"hello"

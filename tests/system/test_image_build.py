@@ -38,7 +38,7 @@ from dsec.wire.environments import (
 )
 from tests.images import Layout, digest_of, directory, hardlink, member, symlink, tar_of
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def place(short_tmp: Path) -> Iterator[Place]:
     yield found
     for process in found.processes:
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
     with contextlib.suppress(OSError, ValueError):
         os.kill(found.pid(), signal.SIGKILL)
 
@@ -130,7 +130,7 @@ def test_what_kill_9_leaves_does_not_stop_the_next_one(place: Place) -> None:
     first = place.start()
     node = place.get("/v1/health")["node"]
     first.kill()
-    first.wait(30)
+    first.wait(60)
     assert place.socket.exists()
 
     place.start()

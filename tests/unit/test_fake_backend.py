@@ -25,7 +25,7 @@ IDLE_BYTES_MAX = 1_000
 
 
 async def create(backend: FakeBackend) -> FakeInstance:
-    instance = await backend.create(instance_spec(), intend=Intents(), deadline_s=5)
+    instance = await backend.create(instance_spec(), intend=Intents(), deadline_s=60)
     assert isinstance(instance, FakeInstance)
     return instance
 
@@ -39,7 +39,7 @@ async def test_an_idle_instance_is_small() -> None:
     specs = [dataclasses.replace(spec, id=new_sandbox_id(spec.node)) for _ in range(2_000)]
     tracemalloc.start()
     try:
-        kept = [await backend.create(one, intend=intend, deadline_s=5) for one in specs]
+        kept = [await backend.create(one, intend=intend, deadline_s=60) for one in specs]
         size, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -108,10 +108,10 @@ async def test_a_full_host_refuses_and_keeps_what_it_has() -> None:
 
 async def test_the_same_id_twice_is_refused_and_the_first_lives() -> None:
     backend, spec = FakeBackend(), instance_spec()
-    first = await backend.create(spec, intend=Intents(), deadline_s=5)
+    first = await backend.create(spec, intend=Intents(), deadline_s=60)
 
     with pytest.raises(LaunchError, match="already"):
-        await backend.create(spec, intend=Intents(), deadline_s=5)
+        await backend.create(spec, intend=Intents(), deadline_s=60)
 
     client = await AgentClient.connect(first.connect, sandbox=spec.id)
     client.close()

@@ -195,7 +195,7 @@ async def test_changes_are_told_until_the_caller_has_enough(client: NodeClient) 
 
 
 async def next_frame(stream: StreamEnd) -> Frame:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         frame = await stream.recv()
     assert frame is not None
     return frame

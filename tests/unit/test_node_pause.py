@@ -82,7 +82,7 @@ async def test_pause_and_execs_at_once_never_get_stuck(client: NodeClient) -> No
         for _ in range(10):
             assert (await start(client, sandbox.id, "echo", "x")).out == b"x\n"
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await asyncio.gather(pause(), work(), work())
 
 

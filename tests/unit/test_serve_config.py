@@ -132,7 +132,7 @@ def test_a_lock_ends_with_its_holder(tmp_path: Path) -> None:
         assert process.stdout.readline() == b"held\n"
         assert holder_of(tmp_path) == process.pid
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
     assert holder_of(tmp_path) is None
     RunLock.acquire(tmp_path).release()

@@ -27,12 +27,17 @@ from dsec.wire.records import ExecAnswer, ExecRequest
 
 OutputCallback = Callable[[str], Any]
 _MARGIN_S: Final = 30.0  # beyond a command's own timeout, for its end to reach us
-_KILL_TIMEOUT_S: Final = 5.0
+_KILL_TIMEOUT_S: Final = 10.0
 
 
 async def start_process(transport: Transport, sandbox: str, request: ExecRequest) -> AsyncProcess:
+    """Starts it and gives it. When this call is cancelled, the command is killed: nobody would ever hear of it."""
     process = AsyncProcess(transport, sandbox, request.id, record_bytes_max=request.record_bytes_max)
-    await _start(transport, process, request)
+    try:
+        await _start(transport, process, request)
+    except asyncio.CancelledError:
+        await _kill(process)
+        raise
     return process
 
 
@@ -159,7 +164,7 @@ async def _kill(process: AsyncProcess) -> None:
     """Best effort, bounded. The start may still be on its way, so "no such exec" is asked again for a while."""
 
     async def until_known() -> None:
-        for pause_s in (0.05, 0.1, 0.2, 0.4, 0.0):
+        for pause_s in (0.05, 0.1, 0.2, 0.4, 0.8, 0.0):
             try:
                 await process.kill()
                 return

@@ -277,7 +277,8 @@ class AsyncSandbox:
         rlimits: Mapping[str, int] | None = None,
         secrets: Mapping[str, str] | None = None,
     ) -> AsyncProcess:
-        """Starts a command and returns at once. It goes on whatever becomes of this client.
+        """Starts a command and returns at once. It goes on whatever becomes of this client; only when this call itself
+        is cancelled, it is killed.
 
         `stdin=True` keeps its stdin open for `write` and `close_stdin`; bytes or text (at most 1 MiB) are given whole.
         The other arguments are those of `exec`.

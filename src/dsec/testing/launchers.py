@@ -12,7 +12,7 @@ from typing import Final
 
 from dsec.testing.processes import all_processes, command_line, descendants, read_process
 
-_END_S: Final = 10.0
+_END_S: Final = 60.0
 _POLL_S: Final = 0.01
 _MNT_DETACH: Final = 2
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from dsec.testing.processes import all_processes, command_line, descendants
 
-DEADLINE_S: Final = 10.0
+DEADLINE_S: Final = 60.0
 _POLL_S: Final = 0.02
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 _NAMESPACES: Final = ("net", "user", "mnt", "pid", "ipc", "uts", "cgroup")

@@ -13,7 +13,7 @@ T = TypeVar("T")
 _POLL_S: Final = 0.01
 
 
-async def eventually(check: Callable[[], T | Awaitable[T]], *, deadline_s: float = 10.0) -> T:
+async def eventually(check: Callable[[], T | Awaitable[T]], *, deadline_s: float = 60.0) -> T:
     """The first true answer of `check`, which may be a coroutine function. Raises AssertionError at the deadline."""
     until_s = time.monotonic() + deadline_s
     while True:
