@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
@@ -91,7 +92,7 @@ class HttpServer:
                 self._protocol, address.host, address.port, ssl=tls, backlog=_BACKLOG, reuse_address=True
             )
         except (OSError, UnicodeError) as error:
-            raise HostError(f"cannot listen on {address.host}:{address.port}: {error}") from error
+            raise _no_listener(address, error) from error
         self._servers.append(server)
         self._start_sweeping()
         names = [listener.getsockname() for listener in server.sockets]
@@ -149,6 +150,21 @@ class HttpServer:
             for connection in list(self.state.connections):
                 if isinstance(connection, Connection) and now >= connection.due:
                     connection.expire()
+
+
+def _no_listener(address: TcpAddress, error: OSError | UnicodeError) -> HostError:
+    where = f"{address.host}:{address.port}"
+    number = getattr(error, "errno", None)
+    if number == errno.EADDRINUSE:
+        return HostError(
+            f"cannot listen on {where}: another program does",
+            hint=f"choose another port with --listen; `ss -ltnp 'sport = :{address.port}'` shows who has this one",
+        )
+    if number == errno.EACCES:
+        return HostError(f"cannot listen on {where}: ports below 1024 are for root", hint="choose a higher one")
+    if number == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return HostError(f"cannot listen on {where}: this machine has no such address", hint="`ip addr` shows which")
+    return HostError(f"cannot listen on {where}: {getattr(error, 'strerror', None) or error}")
 
 
 def load_tls(certificate: Path, key: Path) -> ssl.SSLContext:

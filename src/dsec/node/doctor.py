@@ -13,6 +13,8 @@ from dsec.node.fingerprint import DEGRADED, MISSING, OK, fingerprint
 from dsec.wire.records import DoctorReport, Finding
 
 if TYPE_CHECKING:
+    from dsec.backends.base import Backend
+    from dsec.image.environments import StoreFacts
     from dsec.node.node import Node
 
 
@@ -21,12 +23,16 @@ async def examine(node: Node) -> DoctorReport:
     findings.append(await _environments(node))
     substrates: dict[str, str] = {}
     for substrate, backend in node.backends.items():
-        probe = await backend.probe()
-        substrates[str(substrate)] = "ok" if probe.usable else probe.reason or "not usable"
-        findings.extend(_of_probe(str(substrate), probe))
-        findings.append(_disk_limit(backend.capabilities))
-        findings.append(_resource_view(backend.capabilities))
+        substrates[str(substrate)], more = await of_backend(str(substrate), backend)
+        findings += more
     return DoctorReport(node=node.id, version=__version__, findings=findings, substrates=substrates)
+
+
+async def of_backend(substrate: str, backend: Backend) -> tuple[str, list[Finding]]:
+    """ "ok" or the reason why not, and what there is to say of it."""
+    probe = await backend.probe()
+    findings = [*_of_probe(substrate, probe), _disk_limit(backend.capabilities), _resource_view(backend.capabilities)]
+    return "ok" if probe.usable else probe.reason or "not usable", findings
 
 
 def _of_probe(substrate: str, probe: Probe) -> list[Finding]:
@@ -35,10 +41,15 @@ def _of_probe(substrate: str, probe: Probe) -> list[Finding]:
         status=OK if probe.usable else MISSING,
         detail=probe.reason or ("usable" if probe.usable else "not usable"),
         hint=probe.hint,
+        need="needed",
+        cost=None if probe.usable else f"no {substrate} sandbox can be made",
     )
     return [
         head,
-        *(Finding(what=f"{substrate}: {name}", status=OK, detail=found) for name, found in probe.facts.items()),
+        *(
+            Finding(what=f"{substrate}: {name}", status=OK, detail=found, need="optional")
+            for name, found in probe.facts.items()
+        ),
     ]
 
 
@@ -49,8 +60,9 @@ def _disk_limit(able: Capabilities) -> Finding:
     return Finding(
         what=what,
         status=DEGRADED,
-        detail="none: a create that asks for one is refused, and one sandbox can fill the disk down to the reserve",
-        hint="set disk = 'tmpfs' in the section for containers, which keeps their files in memory",
+        detail="none",
+        hint="[container] disk = 'tmpfs' in the configuration keeps their files in memory, with a limit",
+        cost="a create that asks for one is refused, and one sandbox can fill the disk down to the reserve",
     )
 
 
@@ -68,14 +80,28 @@ def _resource_view(able: Capabilities) -> Finding:
 
 async def _environments(node: Node) -> Finding:
     try:
-        facts = await node.environments.describe()
+        return of_environments(await node.environments.describe())
     except DsecError as error:
-        return Finding(what="environments", status=MISSING, detail=error.message, hint=error.hint)
-    if facts is None:
-        return Finding(what="environments", status=DEGRADED, detail="this node has no store of them")
-    detail = (
-        f"{facts.environments} with {facts.layers} layers, {format_size(facts.layer_bytes)}, kept as {facts.kind}"
-        f"{': ' + facts.reason if facts.reason else ''}"
+        return Finding(what="environments", status=MISSING, detail=error.message, hint=error.hint, need="needed")
+
+
+def of_environments(facts: StoreFacts | None) -> Finding:
+    if facts is None or facts.environments == 0:
+        return Finding(
+            what="environments",
+            status=DEGRADED,
+            detail="none yet",
+            hint="dsec env build base --debian",
+            need="needed",
+            cost="there is nothing that a sandbox could start from",
+        )
+    detail = f"{facts.environments} with {facts.layers} layers, {format_size(facts.layer_bytes)}, kept as {facts.kind}"
+    if not facts.reason:
+        return Finding(what="environments", status=OK, detail=detail, need="needed")
+    return Finding(
+        what="environments",
+        status=DEGRADED,
+        detail=f"{detail}: {facts.reason}",
+        hint="apt install erofs-utils (1.8 or newer)" if "mkfs" in facts.reason else None,
+        cost="layers take more room and files on the disk, and more memory",
     )
-    status = DEGRADED if facts.reason else OK
-    return Finding(what="environments", status=status, detail=detail)

@@ -8,11 +8,16 @@ import fcntl
 import os
 import platform
 import resource
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
+from dsec.binaries import find_binary
+from dsec.core.errors import HostError
 from dsec.core.units import format_size
 from dsec.node.admission import memory_promised_max
 from dsec.node.config import NodeConfig
@@ -30,6 +35,9 @@ _KVM_GET_API_VERSION: Final = 0xAE00
 _KVM_CREATE_VM: Final = 0xAE01
 _NOFILE_GOOD: Final = 16_384  # four descriptors for each of 4,000 sandboxes
 _PROBE_TIMEOUT_S: Final = 10.0
+_CONTROLLERS_HINT: Final = "echo '+cpu +memory +pids' > /sys/fs/cgroup/cgroup.subtree_control, as root"
+_DISK_HINT: Final = "`dsec env ls` and `dsec env rm` free layers, `dsec rm` sandboxes; --state-dir names another disk"
+_DEBIAN_HINT: Final = "a Debian or Ubuntu machine has them; elsewhere build from an OCI image layout or a tar file"
 _KERNEL_GOOD: Final = (6, 12)  # EROFS mounts straight from files
 
 
@@ -38,13 +46,36 @@ def fingerprint(config: NodeConfig) -> list[Finding]:
     findings: list[Finding] = []
     for what, probe in _probes(config):
         try:
-            findings.append(probe())
+            found = probe()
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            findings.append(Finding(what=what, status=DEGRADED, detail=f"could not be found out: {error}"))
+            found = Finding(what=what, status=DEGRADED, detail=f"could not be found out: {error}")
+        need, cost = _MEANING[what]
+        findings.append(msgspec.structs.replace(found, need=need, cost=None if found.status == OK else cost))
     return findings
 
 
+# How much each is needed, and what its lack costs who uses the machine.
+_MEANING: Final = {
+    "root": ("needed", "no container can be made: namespaces of many ids, cgroups and layers need it"),
+    "programs": ("needed", "no container can be made"),
+    "kernel": ("needed", "layers need loop devices, or no container can be made"),
+    "cgroups": ("needed", "sandboxes can be neither held to limits nor ended as a whole"),
+    "user namespaces": ("needed", "no container can be made"),
+    "overlayfs": ("needed", "no container can be made"),
+    "seccomp": ("needed", "no container can be made: system calls would not be filtered"),
+    "memory": ("needed", "creates are refused"),
+    "disk": ("needed", "creates and builds are refused, or soon will be"),
+    "EROFS": ("advised", "layers are kept as directories, which take more room, files and memory"),
+    "descriptors": ("advised", "fewer sandboxes at once: each takes about four"),
+    "Landlock": ("optional", "one of several walls around the agent is missing"),
+    "Debian packages": ("optional", "`dsec env build --debian` does not work; tar, directory and OCI do"),
+    "KVM": ("optional", "nothing yet: virtual machines are not built in"),
+}
+
+
 def _probes(config: NodeConfig) -> Iterator[tuple[str, Callable[[], Finding]]]:
+    yield "root", _root
+    yield "programs", _programs
     yield "kernel", _kernel
     yield "cgroups", _cgroups
     yield "user namespaces", _user_namespaces
@@ -55,7 +86,32 @@ def _probes(config: NodeConfig) -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "memory", lambda: _memory(config)
     yield "disk", lambda: _disk(config)
     yield "descriptors", _descriptors
+    yield "Debian packages", _debian
     yield "KVM", _kvm
+
+
+def _root() -> Finding:
+    uid = os.geteuid()
+    if uid == 0:
+        return Finding(what="root", status=OK, detail="yes")
+    return Finding(
+        what="root", status=MISSING, detail=f"uid {uid}", hint="run the service as root: sudo dsec up --detach"
+    )
+
+
+def _programs() -> Finding:
+    try:
+        places = {find_binary(name).parent for name in ("dsec-launch", "dsec-agent")}
+    except HostError as error:
+        return Finding(what="programs", status=MISSING, detail=error.message, hint=error.hint)
+    return Finding(what="programs", status=OK, detail=f"in {', '.join(map(str, places))}")
+
+
+def _debian() -> Finding:
+    missing = [name for name in ("apt-get", "dpkg-deb") if shutil.which(name) is None]
+    if not missing:
+        return Finding(what="Debian packages", status=OK, detail="apt and dpkg are there")
+    return Finding(what="Debian packages", status=DEGRADED, detail=f"no {' and no '.join(missing)}", hint=_DEBIAN_HINT)
 
 
 def _kernel() -> Finding:
@@ -78,7 +134,12 @@ def _cgroups() -> Finding:
         controllers = (root / "cgroup.controllers").read_text().split()
         missing = {"cpu", "memory", "pids"} - set(controllers)
         if missing:
-            return Finding(what="cgroups", status=DEGRADED, detail=f"v2 without {', '.join(sorted(missing))}")
+            return Finding(
+                what="cgroups",
+                status=DEGRADED,
+                detail=f"v2 without {', '.join(sorted(missing))}",
+                hint=_CONTROLLERS_HINT,
+            )
         return Finding(what="cgroups", status=OK, detail=f"v2: {' '.join(controllers)}")
     v1 = sorted(
         path.name for path in root.iterdir() if path.is_dir() and path.name in ("cpu", "memory", "pids", "freezer")
@@ -89,11 +150,13 @@ def _cgroups() -> Finding:
         what="cgroups",
         status=MISSING,
         detail=f"v1 only: {' '.join(v1)}",
-        hint="mount a cgroup2 hierarchy; sandboxes are frozen and killed through it",
+        hint="mkdir -p /sys/fs/cgroup/unified && mount -t cgroup2 none /sys/fs/cgroup/unified",
     )
 
 
 def _user_namespaces() -> Finding:
+    if shutil.which("unshare") is None:
+        return Finding(what="user namespaces", status=DEGRADED, detail="not tried", hint="apt install util-linux")
     # In a process of its own: entering one is not undone, and would change us.
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "true"], capture_output=True, timeout=_PROBE_TIMEOUT_S, check=False
@@ -101,7 +164,17 @@ def _user_namespaces() -> Finding:
     if done.returncode == 0:
         return Finding(what="user namespaces", status=OK, detail="made one")
     detail = done.stderr.decode("utf-8", "replace").strip()[:200]
-    return Finding(what="user namespaces", status=MISSING, detail=detail, hint="sysctl user.max_user_namespaces")
+    return Finding(what="user namespaces", status=MISSING, detail=detail, hint=_userns_hint())
+
+
+def _userns_hint() -> str:
+    for name, good in (("user.max_user_namespaces", 65_536), ("kernel.unprivileged_userns_clone", 1)):
+        path = Path("/proc/sys", *name.split("."))
+        if path.exists() and int(path.read_text()) == 0:
+            return f"sysctl -w {name}={good}"
+    if Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns").exists() and os.geteuid() != 0:
+        return "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or run as root"
+    return "a container or a security module around us refuses them: run dsec outside of it"
 
 
 def _filesystem(name: str, otherwise: str) -> Finding:
@@ -139,12 +212,13 @@ def _memory(config: NodeConfig) -> Finding:
 
 
 def _disk(config: NodeConfig) -> Finding:
-    free = free_bytes(config.state_dir)
+    place = next(path for path in (config.state_dir, *config.state_dir.parents) if path.is_dir())
+    free = free_bytes(place)
     detail = f"{format_size(free)} free at {config.state_dir}"
     if free < config.disk_free_bytes_min:
-        return Finding(what="disk", status=MISSING, detail=detail, hint="creates are refused until there is room")
+        return Finding(what="disk", status=MISSING, detail=detail, hint=_DISK_HINT)
     low = free < 4 * config.disk_free_bytes_min
-    return Finding(what="disk", status=DEGRADED if low else OK, detail=detail)
+    return Finding(what="disk", status=DEGRADED if low else OK, detail=detail, hint=_DISK_HINT if low else None)
 
 
 def _descriptors() -> Finding:

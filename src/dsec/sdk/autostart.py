@@ -12,12 +12,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
-from dsec.core.errors import HostError
+from dsec.core.errors import DsecError, HostError
+from dsec.wire.codec import from_json
+from dsec.wire.errors import ErrorBody
 
 START_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.02
 _TAIL_BYTES: Final = 2_000
-_COMMAND: Final = ("-m", "dsec.serve", "up", "--detach")
+_ERROR_BYTES_MAX: Final = 64 << 10
+_COMMAND: Final = ("-m", "dsec.serve", "up", "--detach", "--json")
 
 
 async def answers(socket: str) -> bool:
@@ -33,7 +36,7 @@ async def answers(socket: str) -> bool:
 
 
 async def ensure_running(socket: str, *, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Returns once the service answers at `socket`, starting it if need be. Raises HostError with its log's tail.
+    """Returns once the service answers at `socket`, starting it if need be. Raises HostError with its reason.
 
     Any number of processes may do this at once: one starts it, the others wait for that one.
     """
@@ -104,7 +107,7 @@ async def _wait_until_up(process: asyncio.subprocess.Process, socket: str, log: 
     try:
         while not await answers(socket):
             if exited.done() and exited.result() != 0:
-                raise HostError(f"the service did not start (exit status {exited.result()}){_tail(log)}", hint=_HINT)
+                raise _failure(log, exited.result())
             if time.monotonic() > deadline:
                 with contextlib.suppress(ProcessLookupError):
                     process.terminate()
@@ -116,6 +119,20 @@ async def _wait_until_up(process: asyncio.subprocess.Process, socket: str, log: 
         if not exited.done():
             exited.cancel()
             await asyncio.gather(exited, return_exceptions=True)
+
+
+def _failure(log: Path, status: int) -> HostError:
+    """What the service said of itself: its own error, or else the end of its log."""
+    try:
+        lines = log.read_bytes()[-_ERROR_BYTES_MAX:].splitlines()
+        said = from_json(lines[-1], dict[str, ErrorBody])["error"]
+    except (OSError, IndexError, KeyError, DsecError):
+        return HostError(f"the service did not start (exit status {status}){_tail(log)}", hint=_HINT)
+    return HostError(
+        f"the service of this machine does not start: {said.message}",
+        hint=said.hint or _HINT,
+        detail={"code": said.code},
+    )
 
 
 def _tail(log: Path) -> str:

@@ -1,9 +1,10 @@
-"""`python -m dsec.serve up|down`: what the CLI and the SDK's automatic start run."""
+"""`python -m dsec.serve up|down|doctor`: what the CLI and the SDK's automatic start run."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsec.core.errors import DsecError, InvalidArgumentError, UnavailableError
+from dsec.serve.told import in_words, to_line
 
 _SETTINGS: Final = (
     "run_dir",
@@ -33,14 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     pipe = ready_pipe(os.environ) if options.command == "up" else None  # type: ignore[arg-type]
     try:
+        if options.command == "doctor":
+            return _doctor(options)
         return _up(options, given, pipe) if options.command == "up" else _down(options)
     except DsecError as error:
-        text = f"dsec: {error.message}\n" + (f"      {error.hint}\n" if error.hint else "")
         if pipe is not None:
             with suppress(OSError):
-                os.write(pipe, text.encode("utf-8", "replace"))
+                os.write(pipe, to_line(error))
+        elif options.json:
+            sys.stdout.write(to_line(error).decode())
         else:
-            sys.stderr.write(text)
+            sys.stderr.write(in_words(error))
         return 2 if isinstance(error, InvalidArgumentError) else 1
 
 
@@ -51,9 +56,14 @@ def _up(options: argparse.Namespace, given: list[str], pipe: int | None) -> int:
 
     config = load_config(_flags(options), os.environ, file=options.config)
     if options.detach:
-        pid = start_detached(config, [item for item in given[1:] if item != "--detach"])
-        sys.stderr.write(f"dsec answers at {config.socket}, as process {pid}; its log is {config.log_file}\n")
+        pid = start_detached(config, [item for item in given[1:] if item not in ("--detach", "--json")])
+        if options.json:
+            _put({"pid": pid, "socket": str(config.socket), "log": str(config.log_file)})
+        else:
+            _say(options, f"dsec answers at {config.socket}, as process {pid}; its log is {config.log_file}")
         return 0
+    if options.json:
+        raise InvalidArgumentError("--json goes with --detach", hint="in the foreground the log is the output")
 
     def ready() -> None:
         if pipe is not None:
@@ -74,14 +84,37 @@ def _down(options: argparse.Namespace) -> int:
     run_dir = Path(config.run_dir)
     if options.destroy and holder_of(run_dir) is None:
         raise UnavailableError("nothing runs that could destroy sandboxes", hint="start it first: dsec up --detach")
+    destroyed = destroy_all(config.socket) if options.destroy else 0
     if options.destroy:
-        sys.stderr.write(f"dsec: {destroy_all(config.socket)} sandboxes destroyed\n")
+        _say(options, f"{destroyed} sandboxes destroyed")
     pid = stop_service(run_dir, timeout_s=options.timeout)
-    sys.stderr.write(f"dsec: process {pid} has ended\n" if pid else f"dsec: nothing runs on {run_dir}\n")
+    _say(options, f"process {pid} has ended" if pid else f"nothing runs on {run_dir}")
     held = asyncio.run(retire_launcher(run_dir, force=options.launcher))
     if held:
-        sys.stderr.write(f"dsec: {held} sandboxes run on; `dsec up` takes them over\n")
+        _say(options, f"{held} sandboxes run on; `dsec up` takes them over")
+    if options.json:
+        _put({"pid": pid, "destroyed": destroyed, "sandboxes": held})
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """The report on stdout, as JSON: `dsec doctor` asks for it when no service answers."""
+    from dsec.serve.config import load_config
+    from dsec.serve.examine import examine_host
+    from dsec.wire.codec import to_json
+
+    config = load_config(_flags(options), os.environ, file=options.config)
+    sys.stdout.write(to_json(asyncio.run(examine_host(config))).decode() + "\n")
+    return 0
+
+
+def _say(options: argparse.Namespace, text: str) -> None:
+    if not options.json and not options.quiet:
+        sys.stderr.write(f"dsec: {text}\n")
+
+
+def _put(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
 
 
 def _flags(options: argparse.Namespace) -> dict[str, Any]:
@@ -93,7 +126,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     up = commands.add_parser("up", help="run node and API in one process", allow_abbrev=False)
     down = commands.add_parser("down", help="stop the service; sandboxes run on", allow_abbrev=False)
-    for command in (up, down):
+    doctor = commands.add_parser("doctor", help="report on this machine without a service, in JSON", allow_abbrev=False)
+    for command in (up, down, doctor):
+        command.add_argument("--json", action="store_true", help="answers, and errors, in JSON")
+        command.add_argument("--quiet", action="store_true", help="errors only")
         command.add_argument("--config", type=Path, help="default: /etc/dsec/dsec.toml, where there is one")
         command.add_argument("--run-dir", dest="run_dir", metavar="DIR")
         command.add_argument("--state-dir", dest="state_dir", metavar="DIR")

@@ -18,19 +18,21 @@ from dsec.core.spec import Substrate
 from dsec.core.units import parse_size
 from dsec.node.config import NodeConfig
 from dsec.observe.logs import LEVELS
+from dsec.serve.settings import check_names, in_place
 from dsec.wire.api import DEFAULT_SOCKET_NAME, RUN_DIR_ROOT, STATE_DIR_ROOT
 from dsec.wire.codec import from_toml
 
 CONFIG_FILE: Final = Path("/etc/dsec/dsec.toml")
 
 # Of one setting each. Everything else is set in the file.
-_VARIABLES: Final = {
+VARIABLES: Final = {
     "DSEC_RUN_DIR": "run_dir",
     "DSEC_STATE_DIR": "state_dir",
     "DSEC_LISTEN": "api.listen",
     "DSEC_SUBSTRATES": "node.substrates",
     "DSEC_LOG_LEVEL": "log.level",
 }
+_FLAGS: Final = {"node.substrates": "substrate"}  # those that are not called as their setting
 _LISTEN: Final = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[A-Za-z0-9.-]+)):(?P<port>[0-9]{1,5})\Z")
 
 
@@ -157,14 +159,22 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], *, file: P
     The file: `file`, else DSEC_CONFIG, else /etc/dsec/dsec.toml where there is one.
     """
     settings = _defaults(environ)
-    _merge(settings, _file_settings(file, environ))
-    for variable, name in _VARIABLES.items():
+    path, tables = _file_settings(file, environ)
+    check_names(tables, ServeConfig, str(path))
+    _merge(settings, tables)
+    origins = dict.fromkeys(_dotted(tables), str(path))
+    for variable, name in VARIABLES.items():
         if value := environ.get(variable):
             _set(settings, name, value.split(",") if name == "node.substrates" else value)
+            origins[name] = variable
     for name, given in flags.items():
         if given is not None:
             _set(settings, name, given)
-    return from_toml(settings, ServeConfig)
+            origins[name] = "--" + _FLAGS.get(name, name.rpartition(".")[2].replace("_", "-"))
+    try:
+        return from_toml(settings, ServeConfig)
+    except InvalidArgumentError as error:
+        raise in_place(error, origins) from error
 
 
 def _defaults(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -176,19 +186,29 @@ def _defaults(environ: Mapping[str, str]) -> dict[str, Any]:
     return {"run_dir": f"{runtime}/dsec", "state_dir": f"{state}/dsec"}
 
 
-def _file_settings(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
+def _dotted(tables: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for name, value in tables.items():
+        found += _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
+    return found
+
+
+def _file_settings(file: Path | None, environ: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
     named = file or (Path(environ["DSEC_CONFIG"]) if environ.get("DSEC_CONFIG") else None)
     path = named or CONFIG_FILE
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         if named is None:
-            return {}
-        raise InvalidArgumentError(f"there is no configuration at {path}") from error
+            return path, {}
+        raise InvalidArgumentError(
+            f"there is no configuration at {path}",
+            hint="--config and DSEC_CONFIG name the file; without it all is default",
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"cannot read the configuration {path}: {error}") from error
     try:
-        return from_toml(text, dict)
+        return path, from_toml(text, dict)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{path}: {error.message}") from error
 

@@ -14,6 +14,7 @@ from dsec.core.errors import HostError
 from dsec.serve.config import ServeConfig
 from dsec.serve.lock import already_running, holder_of
 from dsec.serve.probe import answers_health
+from dsec.serve.told import from_line
 
 START_TIMEOUT_S: Final = 60.0
 READY: Final = b"ready\n"
@@ -25,7 +26,7 @@ _PIPE_VARIABLE: Final = "DSEC_READY_FD"
 def start_detached(config: ServeConfig, arguments: Sequence[str], *, timeout_s: float = START_TIMEOUT_S) -> int:
     """The pid of a service that answers. `arguments` are those of `up`, without --detach.
 
-    Raises ConflictError when one runs there already, HostError with what the service had to say when it ends before.
+    Raises ConflictError when one runs there already, and the service's own error when it ends before.
     One that does not answer in time is stopped.
     """
     if (holder := holder_of(config.socket.parent)) is not None:
@@ -76,6 +77,8 @@ def _wait_ready(process: subprocess.Popen[bytes], reader: int, deadline: float, 
             raise HostError(f"the service is not ready in time; its log is {config.log_file}")
         piece = os.read(reader, MESSAGE_BYTES_MAX - len(said) or 1)
         if not piece:
+            if (error := from_line(said)) is not None:
+                raise error
             text = said.decode("utf-8", "replace").strip()
             raise HostError(f"the service did not start: {text or f'its log is {config.log_file}'}")
         said += piece

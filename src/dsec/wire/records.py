@@ -387,7 +387,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     status: str  # ok | degraded | missing
     detail: str = ""
-    hint: str | None = None
+    hint: str | None = None  # how to get it
+    need: str = "advised"  # needed: no sandbox without it | advised | optional
+    cost: str | None = None  # what its lack costs the user
 
 
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):

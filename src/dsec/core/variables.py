@@ -1,0 +1,29 @@
+"""The environment variables that dsec reads, each with what it is for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Final
+
+# For people; `dsec help`, the manual page and the reference list them in this order.
+VARIABLES: Final = {
+    "DSEC_URL": "the service that commands and the SDK speak to: http://host:port, https://… or unix:///path",
+    "DSEC_TOKEN": "the token to show to that service",
+    "DSEC_RUN_DIR": "run directory of the local service, where its socket is",
+    "DSEC_STATE_DIR": "state directory of the local service",
+    "DSEC_CONFIG": "configuration file of the service, instead of /etc/dsec/dsec.toml",
+    "DSEC_LISTEN": "HOST:PORT on which the service listens on TCP, beside its socket",
+    "DSEC_SUBSTRATES": "substrates that the service offers, separated by commas",
+    "DSEC_LOG_LEVEL": "debug, info, warning or error",
+}
+# Between processes of ours, and for our tests.
+_INTERNAL: Final = ("DSEC_READY_FD", "DSEC_TEST_", "DSEC_LAUNCH_FAIL_STEP")
+
+
+def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:
+    """Of `names`, those that look as if they were for us and are not → the one that was probably meant."""
+    strange = [
+        name for name in names if name.startswith("DSEC_") and name not in VARIABLES and not name.startswith(_INTERNAL)
+    ]
+    return {name: next(iter(difflib.get_close_matches(name, VARIABLES, n=1)), None) for name in sorted(strange)}
