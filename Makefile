@@ -38,7 +38,7 @@ lint:
 
 types:
 	$(PY) -m mypy
-	$(PY) -m mypy hatch_build.py tools/gen_docs.py
+	$(PY) -m mypy hatch_build.py tools/gen_docs.py tools/erofs.py
 
 imports:
 	$(PY) -m pytest -q tests/style/test_imports.py

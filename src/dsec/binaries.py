@@ -12,6 +12,7 @@ _PACKAGE: Final = Path(__file__).resolve().parent
 _PLACES: Final = (
     _PACKAGE / "_bin",  # an installed wheel
     _PACKAGE.parent.parent / "native" / "target" / "x86_64-unknown-linux-gnu" / "release",  # a checkout
+    _PACKAGE.parent.parent / "native" / "target" / "tools",  # what set-up built of others' sources (mkfs.erofs)
 )
 
 

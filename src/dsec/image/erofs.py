@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from dsec.core.errors import StorageError
+from dsec.binaries import find_binary
+from dsec.core.errors import HostError, StorageError
 from dsec.image.scan import tree_digest
 from dsec.image.stage import TIME_S_MAX
 from dsec.storage.layers import BLOB_NAME, META_NAME, LayerStore
@@ -39,7 +40,7 @@ class Verdict:
 
 def probe_erofs(store: LayerStore) -> Verdict:
     """By trial: make a small image in the store's own file system, mount it, read it."""
-    program = shutil.which("mkfs.erofs")
+    program = mkfs_program()
     if program is None:
         return Verdict(False, "mkfs.erofs is not installed (package erofs-utils)")
     if "--blobdev" not in features(program):
@@ -78,7 +79,7 @@ def make_image(tree: Path, into: Path, *, digest: str) -> None:
 
     Raises StorageError with the words of mkfs.erofs.
     """
-    program = shutil.which("mkfs.erofs")
+    program = mkfs_program()
     if program is None:
         raise StorageError("mkfs.erofs is not installed", hint="install the package erofs-utils")
     # 1.9 creates the blob, 1.8 wants it to be there.
@@ -106,6 +107,14 @@ def verify_image(image: Path, *, digest: str, as_root: bool = False) -> None:
         os.close(top)
     if found != digest:
         raise StorageError(f"the image made by mkfs.erofs does not hold the tree {digest[:12]}")
+
+
+def mkfs_program() -> str | None:
+    """The mkfs.erofs that set-up has built, else the system's."""
+    try:
+        return os.fspath(find_binary("mkfs.erofs"))
+    except HostError:
+        return shutil.which("mkfs.erofs")
 
 
 @cache
