@@ -5,7 +5,7 @@ use dsec_protocol::frames::{decode_data, Frame, FrameType};
 use dsec_protocol::limits::STREAMS_MAX;
 use dsec_protocol::opening::{Credit, Empty, Failure, Hello, HelloReply, NoArgs};
 use dsec_protocol::raw::split_request;
-use dsec_protocol::rest::{ClockArgs, ReseedArgs, UsageReply};
+use dsec_protocol::rest::{ClaimArgs, ClockArgs, ReseedArgs, UsageReply};
 use dsec_protocol::{GENERATION_MAX, GENERATION_MIN};
 use dsec_sys::rooted::disk_space;
 use serde::Serialize;
@@ -109,6 +109,9 @@ impl Agent {
     }
 
     fn operate(&mut self, stream: u32, op: &str, args: &[u8]) -> Result<Answer, Refusal> {
+        if self.config.spare && !matches!(op, "claim" | "usage" | "shutdown") {
+            return Err(Refusal::invalid("this agent serves no sandbox yet"));
+        }
         match op {
             "exec" => self.op_exec(stream, args),
             "attach" => self.op_attach(stream, args),
@@ -140,6 +143,7 @@ impl Agent {
             "clock" => self.op_clock(args),
             "reseed" => op_reseed(args),
             "freeze_prepare" => self.op_freeze_prepare(args),
+            "claim" => self.op_claim(args),
             "shutdown" => none(args).and_then(|()| {
                 self.begin_shutdown();
                 reply(&Empty {})
@@ -244,6 +248,20 @@ impl Agent {
             disk_used_bytes: disk.used_bytes,
             disk_total_bytes: disk.total_bytes,
         })
+    }
+
+    /// Once: afterwards this agent is as one that was started for its sandbox.
+    fn op_claim(&mut self, args: &[u8]) -> Result<Answer, Refusal> {
+        let args: ClaimArgs = decode(args)?;
+        if !self.config.spare {
+            return Err(Refusal::invalid("this agent serves a sandbox already"));
+        }
+        self.config.spare = false;
+        self.config.sandbox = args.sandbox;
+        self.config.env = args.env;
+        self.config.user = args.user;
+        self.config.workdir = args.workdir;
+        reply(&Empty {})
     }
 
     fn op_freeze_prepare(&mut self, args: &[u8]) -> Result<Answer, Refusal> {

@@ -64,6 +64,7 @@ pub fn config(plan: &LaunchPlan, filter_exec: Vec<u8>) -> Result<Vec<u8>> {
         filter_exec,
         no_new_privs: plan.no_new_privs,
         nofile: plan.nofile,
+        spare: plan.spare,
     };
     crate::wire::encode(&config)
 }

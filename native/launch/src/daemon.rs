@@ -11,6 +11,7 @@ use dsec_sys::seqpacket::{next_signal, wait_ready, Interest};
 use serde::Serialize;
 
 use crate::agent::{self, Agent};
+use crate::claim::claim;
 use crate::connections::Connections;
 use crate::destroy::destroy;
 use crate::error::{Doing, Error, Result};
@@ -42,6 +43,8 @@ pub struct Setting<'a> {
     pub sandboxes: Sandboxes,
     pub host_mounts: OwnedFd,
     pub bare_mounts: OwnedFd,
+    /// The daemon's own uts namespace.
+    pub own_names: OwnedFd,
     pub layers_by_name: bool,
     pub listener: OwnedFd,
     pub signals: OwnedFd,
@@ -377,6 +380,7 @@ impl<'a> Daemon<'a> {
             }
             "destroy" => wire::decode_args(message)
                 .and_then(|args| self.enqueue(Task::Destroy(args), origin)),
+            "claim" => self.claim(origin, message),
             "list" => self.list(origin, message),
             "shutdown" => wire::decode_args(message).and_then(|Nothing {}| {
                 self.stopping = true;
@@ -445,6 +449,16 @@ impl<'a> Daemon<'a> {
             });
         }
         self.setting.layers.unmount(&digest)?;
+        self.succeed(origin, Nothing {})
+    }
+
+    /// At once: it is a few system calls, and somebody waits for the sandbox.
+    fn claim(&mut self, origin: Origin, message: &[u8]) -> Result<()> {
+        claim(
+            self.setting.system,
+            &self.setting.own_names,
+            &wire::decode_args(message)?,
+        )?;
         self.succeed(origin, Nothing {})
     }
 

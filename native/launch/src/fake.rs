@@ -72,6 +72,7 @@ pub fn plan() -> LaunchPlan {
         user: None,
         workdir: None,
         nofile: None,
+        spare: false,
     }
 }
 
@@ -225,6 +226,12 @@ impl System for Fake {
             String::from_utf8_lossy(content)
         ))
     }
+    fn replace_content(&self, _: BorrowedFd, content: &[u8]) -> io::Result<()> {
+        self.note(format!(
+            "replace_content {}",
+            String::from_utf8_lossy(content)
+        ))
+    }
     fn change_owner(&self, _: BorrowedFd, path: &CStr, id: u32) -> io::Result<()> {
         self.note(format!("change_owner {} {id}", path.to_string_lossy()))
     }
@@ -321,6 +328,9 @@ impl System for Fake {
         self.on_host
             .set(device_of(namespace) == device_of(null().as_fd()));
         Ok(())
+    }
+    fn enter_names(&self, _: BorrowedFd) -> io::Result<()> {
+        self.note("enter_names".into())
     }
     fn unshare(&self, namespaces: u64) -> io::Result<()> {
         self.note(format!("unshare {namespaces:#x}"))

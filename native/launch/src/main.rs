@@ -2,6 +2,7 @@
 
 mod agent;
 mod args;
+mod claim;
 mod connections;
 mod daemon;
 mod destroy;
@@ -90,6 +91,7 @@ fn run(args: Args) -> Result<i32> {
     };
     let host_mounts = namespace::enter_pinned(&system, &run)?;
     let bare_mounts = namespace::make_bare(&system)?;
+    let own_names = namespace::own_names()?;
     let layers_by_name = args.layers_by_name || !root::takes_detached_layers(&system);
     let layers = Layers::open(&system, &run)?;
     let (sandboxes, missed) = Sandboxes::adopt(Records::open(layers.directory())?)?;
@@ -113,6 +115,7 @@ fn run(args: Args) -> Result<i32> {
         sandboxes,
         host_mounts,
         bare_mounts,
+        own_names,
         layers_by_name,
         listener,
         signals,

@@ -41,6 +41,12 @@ fn own_namespace() -> Result<OwnedFd> {
         .doing("open", "/proc/self/ns/mnt")
 }
 
+pub fn own_names() -> Result<OwnedFd> {
+    File::open("/proc/self/ns/uts")
+        .map(OwnedFd::from)
+        .doing("open", "/proc/self/ns/uts")
+}
+
 /// The namespace that `pin` holds, None if it is no pin (yet).
 fn open_pin(pin: &Path) -> Result<Option<OwnedFd>> {
     let file = match File::open(pin) {

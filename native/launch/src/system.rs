@@ -49,6 +49,8 @@ pub trait System {
     /// The directories in a directory; none when it is not there.
     fn directories_in(&self, path: &Path) -> io::Result<Vec<PathBuf>>;
     fn write_file(&self, path: &Path, content: &[u8]) -> io::Result<()>;
+    /// Puts `content` in place of what a regular file holds; the descriptor may be of the path alone.
+    fn replace_content(&self, file: BorrowedFd, content: &[u8]) -> io::Result<()>;
     /// Gives `path` below `at` (`at` itself, if it is empty) to the user and group `id`.
     fn change_owner(&self, at: BorrowedFd, path: &CStr, id: u32) -> io::Result<()>;
     fn open(&self, path: &Path, access: Access) -> io::Result<OwnedFd>;
@@ -86,6 +88,8 @@ pub trait System {
     fn bind(&self, source: &CStr, target: &CStr) -> io::Result<()>;
 
     fn enter_mounts(&self, namespace: BorrowedFd) -> io::Result<()>;
+    /// Into the uts namespace that `of` is, or that the process `of` is in.
+    fn enter_names(&self, of: BorrowedFd) -> io::Result<()>;
     fn unshare(&self, namespaces: u64) -> io::Result<()>;
     /// A new process that begins in `origin`, with a cgroup namespace of that place.
     fn clone(&self, origin: &Origin, how: &Clone) -> io::Result<Side>;
@@ -166,6 +170,17 @@ impl System for Kernel {
     fn write_file(&self, path: &Path, content: &[u8]) -> io::Result<()> {
         let file = paths::open_at(None, &c_path(path)?, libc::O_WRONLY, 0)?;
         paths::write_once(file.as_fd(), content)
+    }
+
+    fn replace_content(&self, file: BorrowedFd, content: &[u8]) -> io::Result<()> {
+        use std::io::Write;
+        use std::os::fd::AsRawFd;
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let mut file = std::fs::OpenOptions::new()
+            .write(true)
+            .truncate(true)
+            .open(path)?;
+        file.write_all(content)
     }
 
     fn change_owner(&self, at: BorrowedFd, path: &CStr, id: u32) -> io::Result<()> {
@@ -316,6 +331,10 @@ impl System for Kernel {
 
     fn enter_mounts(&self, namespace: BorrowedFd) -> io::Result<()> {
         namespaces::enter(namespace, namespaces::NEW_MOUNT)
+    }
+
+    fn enter_names(&self, of: BorrowedFd) -> io::Result<()> {
+        namespaces::enter(of, namespaces::NEW_UTS)
     }
 
     fn unshare(&self, namespaces: u64) -> io::Result<()> {

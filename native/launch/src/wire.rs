@@ -201,6 +201,22 @@ pub struct LaunchPlan {
     pub workdir: Option<ByteBuf>,
     #[serde(default)]
     pub nofile: Option<u64>,
+    #[serde(default)]
+    pub spare: bool,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ClaimArgs {
+    pub sandbox: String,
+    pub pid: i32,
+    pub start_ticks: u64,
+    pub hostname: String,
+    #[serde(default)]
+    pub etc_files: Vec<EtcFile>,
+    /// Path of a file of the sandbox's cgroups → value.
+    #[serde(default)]
+    pub cgroup_files: BTreeMap<String, String>,
 }
 
 fn this_version() -> u32 {

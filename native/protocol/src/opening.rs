@@ -69,4 +69,7 @@ pub struct AgentConfig {
     pub no_new_privs: bool,
     #[serde(default)]
     pub nofile: Option<u64>,
+    /// It serves nobody yet: nothing runs before `claim` has said for whom.
+    #[serde(default)]
+    pub spare: bool,
 }

@@ -1,6 +1,9 @@
 //! Records of the other operations.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
+use serde_bytes::ByteBuf;
 
 fn localhost() -> String {
     "localhost".to_owned()
@@ -46,4 +49,17 @@ pub struct ClockArgs {
 pub struct ReseedArgs {
     #[serde(with = "serde_bytes")]
     pub seed: Vec<u8>,
+}
+
+/// What a spare agent becomes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ClaimArgs {
+    pub sandbox: String,
+    #[serde(default)]
+    pub env: BTreeMap<ByteBuf, ByteBuf>,
+    #[serde(default)]
+    pub user: Option<String>,
+    #[serde(default, with = "serde_bytes")]
+    pub workdir: Option<Vec<u8>>,
 }

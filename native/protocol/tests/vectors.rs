@@ -125,6 +125,7 @@ fn same_bytes(record: &str, body: &[u8]) {
         "UsageReply" => round::<rest::UsageReply>(body),
         "ClockArgs" => round::<rest::ClockArgs>(body),
         "ReseedArgs" => round::<rest::ReseedArgs>(body),
+        "ClaimArgs" => round::<rest::ClaimArgs>(body),
         other => panic!("no record {other}"),
     }
 }

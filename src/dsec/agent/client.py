@@ -194,6 +194,11 @@ class AgentClient:
         """After a pause: timeouts are extended by it."""
         await self._unary(Op.CLOCK, agent.ClockArgs(paused_s, wall_s))
 
+    async def claim(self, args: agent.ClaimArgs) -> None:
+        """A spare agent serves `args.sandbox` from here on. Raises InvalidArgumentError when it is none."""
+        await self._unary(Op.CLAIM, args)
+        self.channel.sandbox = args.sandbox
+
     async def reseed(self, seed: bytes) -> None:
         """Mixed into the kernel's random pool where the agent may."""
         await self._unary(Op.RESEED, agent.ReseedArgs(seed))

@@ -34,6 +34,7 @@ class Capabilities:
     memory_limit: bool = False
     cpu_limit: bool = False
     pids_limit: bool = False
+    warm: bool = False  # instances can be made before anybody asks, and claimed (`shape`, `claim`)
     disk_limit: str | None = None  # mechanism: "tmpfs", "btrfs", … ; None: not enforced
     resource_view: str = "host"  # live | static | host (ruling 16)
 
@@ -69,6 +70,7 @@ class InstanceSpec:
     env: dict[str, str]  # environment's and spec's, merged
     user: str | None
     workdir: str | None
+    spare: bool = False  # for nobody yet: it runs nothing before it is claimed
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,16 @@ class Backend(Protocol):
 
     async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> Instance:
         """Something running and reachable; or raises LaunchError (step named) and nothing is left on the host."""
+        ...
+
+    def shape(self, instance: InstanceSpec) -> bytes | None:
+        """What a spare must have been made with to become this instance: equal shapes, and `claim` can do the rest.
+        None: no spare can. Raises as `create` for what this backend cannot give."""
+        ...
+
+    async def claim(self, spare: Instance, instance: InstanceSpec) -> Instance:
+        """The spare (made by `create` with `spare`, of the same shape) as this instance, with its id and record; its
+        agent is told by the caller. Raises LaunchError: the spare is to be destroyed then. Writes nothing down."""
         ...
 
     async def adopt(self, id: SandboxId, record: bytes) -> Instance:

@@ -46,6 +46,7 @@ class Op(enum.StrEnum):
     CLOCK = "clock"
     RESEED = "reseed"
     FREEZE_PREPARE = "freeze_prepare"
+    CLAIM = "claim"
     SHUTDOWN = "shutdown"
 
 
@@ -384,6 +385,15 @@ class ClockArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ReseedArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: bytes
+
+
+class ClaimArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a spare agent becomes: the sandbox that it serves from here on, and the defaults of its execs."""
+
+    sandbox: str
+    env: dict[bytes, bytes] = {}
+    user: str | None = None
+    workdir: bytes | None = None
 
 
 class Empty(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ class LaunchOp(enum.StrEnum):
     LAYER_UNMOUNT = "layer_unmount"
     LAUNCH = "launch"
     DESTROY = "destroy"
+    CLAIM = "claim"
     LIST = "list"
     SHUTDOWN = "shutdown"
 
@@ -125,8 +126,11 @@ class EtcFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: bytes
 
 
-class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything the launcher does for one sandbox, decided beforehand (backends/container/plan.py)."""
+class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Everything the launcher does for one sandbox, decided beforehand (backends/container/plan.py).
+
+    Defaults are left out: a launcher of before that still runs refuses only what it does not know.
+    """
 
     version: int = LAUNCH_VERSION
     sandbox: str
@@ -156,6 +160,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     user: str | None = None
     workdir: bytes | None = None
     nofile: int | None = None
+    spare: bool = False  # the agent serves nobody until it is told whom
 
 
 class Launched(msgspec.Struct, frozen=True):
@@ -180,6 +185,18 @@ class DestroyArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     socket: str | None = None
     cgroup2: str | None = None
     cgroup1: dict[str, str] = {}
+
+
+class ClaimArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A spare becomes somebody's sandbox: limits that differ, its host name, its files of /etc. It keeps the name by
+    which the launcher knows it. One for which this fails is of no use any more."""
+
+    sandbox: str
+    pid: int
+    start_ticks: int
+    hostname: str
+    etc_files: list[EtcFile] = []
+    cgroup_files: dict[str, str] = {}  # path → value
 
 
 class Listed(msgspec.Struct, frozen=True):

@@ -30,9 +30,7 @@ pub fn check(plan: &LaunchPlan) -> Result<()> {
     require(plan.lowers.len() <= LOWERS_MAX, || {
         format!("{} layers, {LOWERS_MAX} at most", plan.lowers.len())
     })?;
-    require((1..=64).contains(&plan.hostname.len()), || {
-        "a host name has 1 to 64 bytes".into()
-    })?;
+    check_hostname(&plan.hostname)?;
     check_paths(plan)?;
     check_inside(plan)?;
     check_limits(plan)
@@ -45,6 +43,12 @@ pub fn check_name(name: &str) -> Result<()> {
         && name.bytes().all(good)
         && !name.starts_with('.');
     require(shaped, || format!("bad name {name:?}"))
+}
+
+pub fn check_hostname(name: &str) -> Result<()> {
+    require((1..=64).contains(&name.len()), || {
+        "a host name has 1 to 64 bytes".into()
+    })
 }
 
 /// An absolute path in its shortest form, on the host or in the sandbox.

@@ -12,11 +12,20 @@ from typing import Any
 
 import msgspec
 
-from dsec.backends.base import Capabilities, InstanceSpec, Intend, Layer, Probe
+from dsec.backends.base import Capabilities, Instance, InstanceSpec, Intend, Layer, Probe
 from dsec.backends.container.config import ContainerConfig
 from dsec.backends.container.instance import ContainerInstance
 from dsec.backends.container.launcher import Launcher, LauncherRefusal
-from dsec.backends.container.plan import AGENT_FILTER, EXEC_FILTER, HostFacts, holder_directory, plan_launch
+from dsec.backends.container.plan import (
+    AGENT_FILTER,
+    EXEC_FILTER,
+    HostFacts,
+    holder_directory,
+    limit_files,
+    plan_claim,
+    plan_launch,
+    shape_of,
+)
 from dsec.backends.container.record import ContainerRecord, parse_record, record_of
 from dsec.binaries import find_binary
 from dsec.core.errors import DeadlineError, DsecError, GoneError, HostError, LaunchError, Outcome
@@ -40,6 +49,7 @@ from dsec.wire.node import Done
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROBE_S = 20.0
+_CLAIM_S = 10.0  # a few system calls
 
 
 class ContainerBackend:
@@ -68,6 +78,7 @@ class ContainerBackend:
             networks=frozenset({NetworkMode.NONE}),
             pause=self._host.v2 is not None,
             survives_node=True,
+            warm=True,
             memory_limit=self._host.limits("memory") is not None,
             cpu_limit=self._host.limits("cpu") is not None,
             pids_limit=self._host.limits("pids") is not None,
@@ -115,13 +126,33 @@ class ContainerBackend:
             raise
         try:
             launched = await self._launch(plan, instance.layers, deadline_s)
-            return self._watch(record, launched)
+            return self._watch(record, plan, launched)
         except asyncio.CancelledError:
             self._clean_later(self.remove(record))
             raise
         except Exception as error:
-            await self.remove(record)
+            # Its caller may be cancelled now, too.
+            await asyncio.shield(self._clean_later(self.remove(record)))
             raise _launch_error(instance.id, error) from error
+
+    # ---- spares ----------------------------------------------------------------------------------
+
+    def shape(self, instance: InstanceSpec) -> bytes | None:
+        if self._facts is None:
+            return None  # before the first create
+        return shape_of(plan_launch(instance, self._config, self._facts, id_base=0))
+
+    async def claim(self, spare: Instance, instance: InstanceSpec) -> ContainerInstance:
+        assert isinstance(spare, ContainerInstance)
+        facts, known = await self._open(), spare.facts
+        plan = plan_launch(instance, self._config, facts, id_base=known.id_base)
+        try:
+            await self.launcher.request(LaunchOp.CLAIM, plan_claim(plan, known, spare.limits), Done, timeout_s=_CLAIM_S)
+        except LauncherRefusal as refusal:
+            raise LaunchError(f"a spare cannot become {instance.id}: {refusal}", step="claim") from refusal
+        spare.become(msgspec.structs.replace(known, sandbox=instance.id, instance=known.launched_as))
+        self._instances[instance.id] = self._instances.pop(known.sandbox, spare)
+        return spare
 
     async def _launch(self, plan: LaunchPlan, layers: tuple[Layer, ...], deadline_s: float) -> Launched:
         await self._register(layers)
@@ -154,10 +185,11 @@ class ContainerBackend:
                     await self.launcher.request(LaunchOp.LAYER_MOUNT, mount, Done)
                     self._registered.add(layer.digest)
 
-    def _watch(self, record: ContainerRecord, launched: Launched) -> ContainerInstance:
+    def _watch(self, record: ContainerRecord, plan: LaunchPlan, launched: Launched) -> ContainerInstance:
         """Raises ProcessLookupError if the agent has ended meanwhile."""
         complete = msgspec.structs.replace(record, pid=launched.pid, start_ticks=launched.start_ticks)
-        instance = ContainerInstance(self, complete, os.pidfd_open(launched.pid))
+        limits = limit_files(plan, cgroup2=plan.cgroup2, cgroup1=plan.cgroup1) if plan.spare else {}
+        instance = ContainerInstance(self, complete, os.pidfd_open(launched.pid), limits)
         self._instances[record.sandbox] = instance
         return instance
 
@@ -191,7 +223,7 @@ class ContainerBackend:
         """A node that was killed between launch and journal left only its intent: the launcher knows the rest."""
         listed = await self.launcher.request(LaunchOp.LIST, {}, Listed)
         for one in listed.sandboxes:
-            if one.sandbox == intent.sandbox:
+            if one.sandbox == intent.launched_as:
                 return msgspec.structs.replace(intent, pid=one.pid, start_ticks=one.start_ticks)
         raise GoneError(f"{intent.sandbox} was never started", detail={"cause": EndCause.LAUNCH_FAILED.value})
 
@@ -208,7 +240,7 @@ class ContainerBackend:
                 f"{record.sandbox} could not be removed from the node: {refusal}", outcome=Outcome.UNKNOWN
             ) from refusal
         self._instances.pop(record.sandbox, None)
-        self.launcher.forget(record.sandbox)
+        self.launcher.forget(record.launched_as)
         self._ids.give_back(record.id_base)
 
     async def keep_layers(self, digests: Collection[str]) -> None:
@@ -233,11 +265,17 @@ class ContainerBackend:
         if self._facts is not None:
             remove_parent(self._host, self._facts.cgroup_parent)  # stays while sandboxes run on
 
-    def _clean_later(self, work: Coroutine[Any, Any, None]) -> None:
+    def _clean_later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Clean-up that a cancelled caller must not cut short; `close` waits for it."""
-        task = asyncio.ensure_future(work)
+        task = asyncio.get_running_loop().create_task(work)
         self._cleaning.add(task)
-        task.add_done_callback(self._cleaning.discard)
+        task.add_done_callback(self._cleaned)
+        return task
+
+    def _cleaned(self, task: asyncio.Task[None]) -> None:
+        self._cleaning.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to whoever waits; if nobody does, the record says what is left
 
     # ---- opening ---------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dsec.backends.base import InstanceExit, InstanceUsage
@@ -24,9 +25,16 @@ _EXIT_REPORT_S = 1.0
 
 
 class ContainerInstance:
-    def __init__(self, backend: ContainerBackend, record: ContainerRecord, pidfd: int):
+    def __init__(
+        self,
+        backend: ContainerBackend,
+        record: ContainerRecord,
+        pidfd: int,
+        limits: Mapping[str, str] = MappingProxyType({}),
+    ):
         self._backend = backend
         self._record = record
+        self._limits = limits
         self._pidfd: int | None = pidfd
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exit: InstanceExit | None = None
@@ -41,6 +49,20 @@ class ContainerInstance:
     @property
     def record(self) -> bytes:
         return self._record.to_bytes()
+
+    @property
+    def facts(self) -> ContainerRecord:
+        return self._record
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        """Path → value of what was written to its cgroups when it was made here."""
+        return self._limits
+
+    def become(self, record: ContainerRecord) -> None:
+        """A spare that is claimed: the same instance under its sandbox's name."""
+        self._record = record
+        self._limits = MappingProxyType({})
 
     @property
     def pid(self) -> int:
@@ -123,7 +145,7 @@ class ContainerInstance:
     async def _explain(self) -> InstanceExit:
         if self._destroyed or self._destroying.locked():
             return InstanceExit(EndCause.DESTROYED)
-        report = self._backend.launcher.exit_of(self.id)
+        report = self._backend.launcher.exit_of(self._record.launched_as)
         try:
             async with asyncio.timeout(_EXIT_REPORT_S):
                 event = await asyncio.shield(report)

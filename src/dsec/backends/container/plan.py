@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from dsec.backends.base import InstanceSpec
 from dsec.backends.container.config import ContainerConfig
+from dsec.backends.container.record import ContainerRecord
 from dsec.core.errors import InvalidArgumentError, UnsupportedError
 from dsec.core.limits import LOWERS_MAX
 from dsec.core.spec import NetworkMode
 from dsec.density.cgroups import CgroupHost, plan_cgroups
 from dsec.security import capabilities, masks, syscalls
 from dsec.security.syscalls import filter_name
-from dsec.wire.launch import EtcFile, LaunchPlan
+from dsec.wire.codec import pack
+from dsec.wire.launch import ClaimArgs, EtcFile, LaunchPlan
 
 AGENT_FILTER = filter_name(syscalls.AGENT)
 EXEC_FILTER = filter_name(syscalls.EXEC)
@@ -21,6 +27,20 @@ EXEC_FILTER = filter_name(syscalls.EXEC)
 # The agent itself, and its short-lived forks for archives and big removals.
 _AGENT_PIDS = 8
 _OPEN_FILES_SOFT = 65_536
+# What a claim puts in place, or what is the spare's own business.
+_OF_NOBODY: dict[str, Any] = {
+    "sandbox": "",
+    "id_base": 0,
+    "directory": "",
+    "socket": "",
+    "hostname": "",
+    "cgroup2": None,
+    "cgroup1": {},
+    "env": {},
+    "user": None,
+    "workdir": None,
+    "spare": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +104,41 @@ def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFact
         env={key.encode(): value.encode("utf-8", "surrogateescape") for key, value in instance.env.items()},
         user=instance.user,
         workdir=instance.workdir.encode("utf-8", "surrogateescape") if instance.workdir else None,
+        spare=instance.spare,
     )
+
+
+def shape_of(plan: LaunchPlan) -> bytes:
+    """All of a plan that no claim can change. What a later version adds to plans is in it by itself."""
+    bare = msgspec.structs.replace(
+        plan,
+        **_OF_NOBODY,
+        etc_files=[EtcFile(file.path, b"") for file in plan.etc_files],
+        cgroup2_files=dict.fromkeys(plan.cgroup2_files, ""),
+        cgroup1_files={controller: dict.fromkeys(files, "") for controller, files in plan.cgroup1_files.items()},
+    )
+    return pack(bare)
+
+
+def plan_claim(plan: LaunchPlan, spare: ContainerRecord, limits: Mapping[str, str]) -> ClaimArgs:
+    """`plan` is for the sandbox, `limits` are what the spare has: those that agree are not written again."""
+    wanted = limit_files(plan, cgroup2=spare.cgroup2, cgroup1=spare.cgroup1)
+    return ClaimArgs(
+        sandbox=spare.launched_as,
+        pid=spare.pid,
+        start_ticks=spare.start_ticks,
+        hostname=plan.hostname,
+        etc_files=plan.etc_files,
+        cgroup_files={path: value for path, value in wanted.items() if limits.get(path) != value},
+    )
+
+
+def limit_files(plan: LaunchPlan, *, cgroup2: str | None, cgroup1: Mapping[str, str]) -> dict[str, str]:
+    """Path → value of every limit of the plan, in these cgroups."""
+    files = {f"{cgroup2}/{name}": value for name, value in plan.cgroup2_files.items()}
+    for controller, values in plan.cgroup1_files.items():
+        files |= {f"{cgroup1[controller]}/{name}": value for name, value in values.items()}
+    return files
 
 
 def sandbox_directory(config: ContainerConfig, sandbox: str) -> Path:

@@ -20,15 +20,20 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     socket: str
     cgroup2: str | None
     cgroup1: dict[str, str]
+    instance: str = ""  # by which the launcher knows it, where that is not the sandbox: it was a spare once
     pid: int = 0  # 0: an intent, nothing may have been started
     start_ticks: int = 0
+
+    @property
+    def launched_as(self) -> str:
+        return self.instance or self.sandbox
 
     def to_bytes(self) -> bytes:
         return pack(self)
 
     def destroy_args(self) -> DestroyArgs:
         return DestroyArgs(
-            sandbox=self.sandbox,
+            sandbox=self.launched_as,
             pid=self.pid or None,
             start_ticks=self.start_ticks or None,
             directory=self.directory,

@@ -31,6 +31,7 @@ from dsec.wire.codec import pack, unpack
 from dsec.wire.frames import Channel
 
 VERSION: Final = "fake"
+_OF_A_SPARE: Final = frozenset({Op.CLAIM, Op.USAGE, Op.SHUTDOWN})
 
 
 class Sandbox(World, Protocol):
@@ -49,6 +50,11 @@ class Sandbox(World, Protocol):
     def orphans_live(self) -> int: ...
 
     def wall_s(self) -> float: ...
+
+    @property
+    def spare(self) -> bool: ...
+
+    def claimed(self, args: agent.ClaimArgs) -> None: ...
 
     def agent_exited(self) -> None: ...
 
@@ -115,6 +121,8 @@ class FakeAgent:
             handler = _HANDLERS.get(op)
             if handler is None:
                 raise AgentFailure("unknown_op", f"there is no operation {op[:40]!r}")
+            if self.sandbox.spare and op not in _OF_A_SPARE:
+                raise AgentFailure("invalid", "this agent serves no sandbox yet")
             handler(self, stream, _decode(args, _ARGS[Op(op)]))
         except AgentFailure as failure:
             stream.fail(failure)
@@ -331,6 +339,12 @@ class FakeAgent:
         self.paused_s += args.paused_s
         stream.reply(agent.Empty(), last=True)
 
+    def claim(self, stream: ServerStream, args: agent.ClaimArgs) -> None:
+        if not self.sandbox.spare:
+            raise AgentFailure("invalid", "this agent serves a sandbox already")
+        self.sandbox.claimed(args)
+        stream.reply(agent.Empty(), last=True)
+
     def reseed(self, stream: ServerStream, args: agent.ReseedArgs) -> None:
         stream.reply(agent.Empty(), last=True)
 
@@ -437,6 +451,7 @@ _ARGS: Final[dict[Op, type[Any]]] = {
     Op.USAGE: Nothing,
     Op.CLOCK: agent.ClockArgs,
     Op.RESEED: agent.ReseedArgs,
+    Op.CLAIM: agent.ClaimArgs,
     Op.FREEZE_PREPARE: Nothing,
     Op.SHUTDOWN: Nothing,
 }
@@ -470,6 +485,7 @@ _HANDLERS: Final[dict[str, Callable[[FakeAgent, ServerStream, Any], None]]] = {
     Op.USAGE: FakeAgent.usage,
     Op.CLOCK: FakeAgent.clock,
     Op.RESEED: FakeAgent.reseed,
+    Op.CLAIM: FakeAgent.claim,
     Op.FREEZE_PREPARE: FakeAgent.freeze_prepare,
     Op.SHUTDOWN: FakeAgent.shutdown,
 }

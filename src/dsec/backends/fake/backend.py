@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from dataclasses import replace
 
 import msgspec
 
@@ -24,6 +25,7 @@ class FakeRecord(msgspec.Struct, frozen=True):
     id: str
     serial: int
     version: int = 1
+    place: str = ""  # what it is called on the host, where that is not its id
 
 
 class FakeBackend:
@@ -36,6 +38,7 @@ class FakeBackend:
             networks=frozenset({NetworkMode.NONE}),
             pause=pause,
             survives_node=True,
+            warm=True,
             disk_limit="imagined",
         )
 
@@ -69,6 +72,22 @@ class FakeBackend:
             raise
         return FakeInstance(self.host, sandbox, pack(record), self._capabilities)
 
+    def shape(self, instance: InstanceSpec) -> bytes | None:
+        return pack([[layer.digest for layer in instance.layers], instance.spec.privilege_gain])
+
+    async def claim(self, spare: Instance, instance: InstanceSpec) -> Instance:
+        assert isinstance(spare, FakeInstance)
+        try:
+            fault_point("fake.claim")
+        except OSError as error:
+            raise LaunchError(f"a spare cannot become {instance.id}: {error}", step="claim") from error
+        await self.host.delay("claim")
+        sandbox = spare.sandbox
+        if sandbox.ended is not None:
+            raise LaunchError(f"the spare for {instance.id} has ended", step="claim", sandbox=instance.id)
+        spare.become(replace(instance, spare=True), pack(FakeRecord(instance.id, sandbox.serial, place=sandbox.place)))
+        return spare
+
     async def adopt(self, id: SandboxId, record: bytes) -> Instance:
         sandbox = self._recorded(id, record)
         if sandbox is None or sandbox.ended is not None:
@@ -77,8 +96,9 @@ class FakeBackend:
 
     async def discard(self, id: SandboxId, record: bytes) -> None:
         sandbox = self._recorded(id, record)
+        place = id if sandbox is None else sandbox.place
         if sandbox is not None or id not in self.host.sandboxes:  # another of that id is left alone
-            await destroy_on(self.host, id, sandbox)
+            await destroy_on(self.host, place, sandbox)
 
     async def keep_layers(self, digests: Collection[str]) -> None:
         """Instances here have no layers."""
@@ -116,5 +136,5 @@ class FakeBackend:
             known = unpack(record, FakeRecord)
         except ProtocolError:
             return None
-        sandbox = self.host.sandboxes.get(id)
+        sandbox = self.host.sandboxes.get(SandboxId(known.place or id))
         return sandbox if sandbox is not None and sandbox.serial == known.serial and known.id == id else None

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dsec.backends.base import Capabilities, InstanceExit, InstanceUsage, Keeps
+from dsec.backends.base import Capabilities, InstanceExit, InstanceSpec, InstanceUsage, Keeps
 from dsec.backends.fake.host import STEPS, FakeHost
 from dsec.backends.fake.sandbox import FakeSandbox
 from dsec.core.errors import FreezeTimeoutError, HostError, SandboxFaultError, UnsupportedError
@@ -40,6 +40,11 @@ class FakeInstance:
     def sandbox(self) -> FakeSandbox:
         """For tests: to crash it, or to look inside."""
         return self._sandbox
+
+    def become(self, spec: InstanceSpec, record: bytes) -> None:
+        """A spare is claimed; what its agent gives to execs is told to the agent."""
+        self._sandbox.spec = spec
+        self._record = record
 
     async def connect(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
         try:
@@ -84,7 +89,7 @@ class FakeInstance:
         return await self._sandbox.wait()
 
     async def destroy(self) -> None:
-        await destroy_on(self._host, self.id, self._sandbox)
+        await destroy_on(self._host, self._sandbox.place, self._sandbox)
 
     def _check_running(self) -> None:
         ended = self._sandbox.ended

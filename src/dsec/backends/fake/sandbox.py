@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dsec.backends.base import InstanceExit, InstanceSpec
 from dsec.backends.fake.agent import FakeAgent
 from dsec.backends.fake.transport import connect_in_memory
 from dsec.core.errors import SandboxFaultError
+from dsec.core.ids import SandboxId
 from dsec.core.states import EndCause
+from dsec.wire.agent import ClaimArgs
 
 if TYPE_CHECKING:
     from dsec.backends.fake.host import FakeHost
@@ -28,7 +31,9 @@ class FakeSandbox:
         "_orphans",
         "_thawed",
         "_waiters",
+        "place",
         "serial",
+        "spare",
         "spec",
         "started_s",
     )
@@ -36,6 +41,8 @@ class FakeSandbox:
     def __init__(self, host: FakeHost, spec: InstanceSpec, serial: int) -> None:
         self._host = host
         self.spec = spec
+        self.place = spec.id  # what it has on the host goes by this name, whoever claims it
+        self.spare = spec.spare
         self.serial = serial
         self.started_s = host.clock.monotonic_s()
         self._agent: FakeAgent | None = None
@@ -173,6 +180,16 @@ class FakeSandbox:
         """Background processes whose exec has ended."""
         return len(self._orphans or ())
 
+    def claimed(self, args: ClaimArgs) -> None:
+        self.spare = False
+        self.spec = replace(
+            self.spec,
+            id=SandboxId(args.sandbox),
+            env={_text(key): _text(value) for key, value in args.env.items()},
+            user=args.user,
+            workdir=None if args.workdir is None else _text(args.workdir),
+        )
+
     def agent_exited(self) -> None:
         self._end(EndCause.SANDBOX_FAULT, "the agent exited with 0")
         if self._agent is not None:
@@ -187,3 +204,7 @@ class FakeSandbox:
             if not waiter.done():
                 waiter.set_result(None)
         self._waiters = None
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogateescape")
