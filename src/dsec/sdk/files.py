@@ -117,11 +117,11 @@ class AsyncFiles:
                     query={"path": check_path(path), "user": user},
                     headers=_range(at, end),
                 ) as response:
-                    info = _info_of(response.headers.get(api.HEADER_FILE_INFO))
+                    info = _info_of(response.headers.get(api.HEADER_FILE_INFO.lower()))
                     if first is not None and _changed(first, info):
                         raise ConflictError(f"{_shown(path)} was changed while it was being read", hint="read it again")
                     first = info
-                    async for piece in response.content.iter_any():
+                    async for piece in response.pieces():
                         at += len(piece)
                         failures = 0
                         yield piece

@@ -12,7 +12,7 @@ from dsec.sdk.transport import decode_reply
 from dsec.wire.errors import ErrorBody, error_of
 
 if TYPE_CHECKING:
-    import aiohttp
+    from dsec.sdk.http import Response
 
 T = TypeVar("T")
 _LINE_BYTES_MAX: Final = 4 << 20
@@ -22,10 +22,10 @@ class _Last(msgspec.Struct):
     error: ErrorBody | None = None
 
 
-async def json_lines(response: aiohttp.ClientResponse, kind: type[T]) -> AsyncIterator[T]:
+async def json_lines(response: Response, kind: type[T]) -> AsyncIterator[T]:
     """Records as they come. A line `{"error": …}` and nothing else is raised as the error that it tells."""
     buffer = bytearray()
-    async for piece in response.content.iter_any():
+    async for piece in response.pieces():
         buffer += piece
         *lines, rest = buffer.split(b"\n")
         buffer = bytearray(rest)

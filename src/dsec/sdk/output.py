@@ -20,7 +20,6 @@ from dsec.wire.frames import Channel, Data, Frame, FrameDecoder, FrameType, deco
 from dsec.wire.records import ExecInfo, Gap, GapNotice
 
 LOST_S_MAX: Final = 30.0  # without a byte of progress over repeated connections, then the error is passed on
-_READ_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ async def _one_connection(
     query = {"out": at.out, "err": at.err, "follow": follow}
     decoder = FrameDecoder()
     async with transport.stream("GET", f"{path}/output", query=query, headers={"Accept": api.TYPE_FRAMES}) as response:
-        while chunk := await response.content.read(_READ_BYTES):
+        async for chunk in response.pieces():
             for frame in decoder.feed(chunk):
                 item = _item_of(frame, at)
                 if item is not None:

@@ -229,7 +229,7 @@ async def _download_directory(
                 async with transport.stream(
                     "GET", f"/sandboxes/{sandbox}/archive", query={"path": check_path(remote), "user": user}
                 ) as response:
-                    await _feed(unpacker, response.content.iter_chunked(_PIECE_BYTES))
+                    await _feed(unpacker, response.pieces())
                 done = await asyncio.to_thread(unpacker.finish)
                 return Transfer(done.bytes, done.entries, done.skipped)
         except UnavailableError as error:

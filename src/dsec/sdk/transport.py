@@ -1,19 +1,18 @@
-"""One request to the service: connections, deadlines, retries, errors. The only part that knows aiohttp."""
+"""One request to the service: deadlines, retries, errors, WebSockets. Alone knows aiohttp."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import os
 import random
-import socket
+import re
 import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
@@ -36,16 +35,19 @@ from dsec.wire.errors import ErrorBody, error_of
 if TYPE_CHECKING:
     import aiohttp
 
+    from dsec.sdk.connections import HttpPool
+    from dsec.sdk.http import Response
+
 T = TypeVar("T")
 Query = Mapping[str, "str | bytes | int | float | bool | None"]
 
 CALLS_MAX: Final = 256  # connections for short requests
 STREAMS_MAX: Final = 2_048  # connections that last: output, files, waits. Apart, so that these never starve the others
-_CONNECT_TIMEOUT_S: Final = 10.0
-_KEEPALIVE_S: Final = 30.0  # below limits.KEEP_ALIVE_S: the server must not be the one that closes first
 _MESSAGE_BYTES_MAX: Final = 4 << 20
-_WRITE_AT_ONCE_BYTES: Final = 256 << 10
+_ERROR_BYTES_MAX: Final = 1 << 20
 _ERROR_TEXT_MAX: Final = 300
+_TARGET: Final = re.compile(r"[!-~]+")
+_HEADER_VALUE: Final = re.compile(r"[ -~]*")
 
 
 def decode_reply(data: bytes | str, kind: type[T]) -> T:
@@ -57,10 +59,20 @@ def decode_reply(data: bytes | str, kind: type[T]) -> T:
 
 
 @dataclass(slots=True)
-class _Sessions:
-    calls: aiohttp.ClientSession
-    streams: aiohttp.ClientSession
-    closer: AsyncGenerator[None, None]
+class _Connections:
+    """Those of one event loop."""
+
+    calls: HttpPool
+    streams: HttpPool
+    sockets: aiohttp.ClientSession | None = None  # made at the first WebSocket
+    closer: AsyncGenerator[None, None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.closer = _closing(self)
+
+    @property
+    def closed(self) -> bool:
+        return self.calls.closed
 
 
 class Transport:
@@ -69,11 +81,15 @@ class Transport:
     def __init__(self, endpoint: Endpoint, *, request_timeout_s: float = 60.0) -> None:
         self.endpoint = endpoint
         self.request_timeout_s = request_timeout_s
-        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Sessions] = weakref.WeakKeyDictionary()
+        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Connections] = weakref.WeakKeyDictionary()
         self._starting: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         self._random = random.Random()  # jitter only
         self._pid = os.getpid()
         self._answered = False
+        address = urlsplit(endpoint.base)
+        self._prefix = f"{address.path}{api.PREFIX}"
+        authorization = "" if endpoint.token is None else f"Authorization: Bearer {endpoint.token}\r\n"
+        self._fixed_head = f"Host: {address.netloc}\r\nUser-Agent: dsec-sdk\r\n{authorization}"
 
     # ---- requests ----
 
@@ -98,13 +114,13 @@ class Transport:
         Raises the DsecError that the service answers, UnavailableError, DeadlineError.
         """
         repeatable = repeatable or key is not None or method in ("GET", "HEAD")
-        sent = self._headers(headers, key=key)
-        if body is not None:
-            data = to_json(body)
-            sent["Content-Type"] = api.TYPE_JSON
+        sent = _headers(headers, key=key, body=body)
+        content = to_json(body) if body is not None else data
 
         async def once(left_s: float) -> T:
-            async with self._open(method, path, query, data, sent, total_s=left_s, long=long) as response:
+            async with self._open(
+                method, path, query, content, sent, total_s=left_s, long=long, again=repeatable
+            ) as response:
                 return decode_reply(await response.read(), answer)
 
         return await self._retrying(once, repeatable=repeatable, timeout_s=timeout_s)
@@ -142,15 +158,18 @@ class Transport:
         query: Query | None = None,
         body: Any = None,
         data: AsyncIterable[bytes] | bytes | None = None,
+        length: int | None = None,
         key: str | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One attempt at a request whose body or answer lasts. No deadline of its own; the caller retries."""
-        sent = self._headers(headers, key=key)
-        if body is not None:
-            data = to_json(body)
-            sent["Content-Type"] = api.TYPE_JSON
-        async with self._open(method, path, query, data, sent, total_s=None, long=True) as response:
+    ) -> AsyncIterator[Response]:
+        """One attempt at a request whose body or answer lasts. No deadline of its own; the caller retries.
+
+        `length`: how many bytes `data` will give, when that is known."""
+        sent = _headers(headers, key=key, body=body)
+        content = to_json(body) if body is not None else data
+        async with self._open(
+            method, path, query, content, sent, total_s=None, long=True, length=length, again=method == "GET"
+        ) as response:
             yield response
 
     @contextlib.asynccontextmanager
@@ -159,13 +178,15 @@ class Transport:
     ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
         """An open WebSocket. Raises the DsecError with which the service refuses it."""
         import aiohttp
+        from yarl import URL
 
-        sessions = await self._sessions()
+        session = (await self._connections()).sockets or self._open_sockets(await self._connections())
+        token = self.endpoint.token
         with self._translated(reads=False):
             try:
-                connection = await sessions.streams.ws_connect(
-                    self._url(path, query),
-                    headers=self._headers(None),
+                connection = await session.ws_connect(
+                    URL(f"{self.endpoint.base}{self._target(path, query)}", encoded=True),
+                    headers={"User-Agent": "dsec-sdk", **({"Authorization": f"Bearer {token}"} if token else {})},
                     timeout=aiohttp.ClientWSTimeout(ws_close=5.0),
                     max_msg_size=_MESSAGE_BYTES_MAX,
                     autoclose=True,
@@ -192,48 +213,44 @@ class Transport:
         method: str,
         path: str,
         query: Query | None,
-        data: Any,
-        headers: Mapping[str, str],
+        data: AsyncIterable[bytes] | bytes | None,
+        headers: str,
         *,
         total_s: float | None,
         long: bool,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        import aiohttp
+        again: bool,
+        length: int | None = None,
+    ) -> AsyncIterator[Response]:
+        from dsec.sdk.connections import ConnectError
 
-        if isinstance(data, bytes) and len(data) > _WRITE_AT_ONCE_BYTES:
-            data = io.BytesIO(data)  # is written in pieces; bytes are not, and hold up the loop
-        sessions = await self._sessions()
-        session = sessions.streams if long else sessions.calls
-        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_TIMEOUT_S)
+        length = len(data) if isinstance(data, bytes) else length
+        sized = "" if data is None and method == "GET" else f"Content-Length: {length or 0}\r\n"
+        chunked = data is not None and length is None
+        framing = "Transfer-Encoding: chunked\r\n" if chunked else sized
+        target = self._target(path, query)
+        head = f"{method} {target} HTTP/1.1\r\n{self._fixed_head}{headers}{framing}\r\n".encode()
+        may_start = self.endpoint.autostart and self.endpoint.socket is not None
         with self._translated(reads=method in ("GET", "HEAD")):
-            async with self._started(
-                lambda: session.request(
-                    method, self._url(path, query), data=data, headers=headers, timeout=timeout, allow_redirects=False
-                )
-            ) as response:
+            async with asyncio.timeout(total_s), contextlib.AsyncExitStack() as stack:
+                while True:
+                    connections = await self._connections()
+                    pool = connections.streams if long else connections.calls
+                    try:
+                        response = await stack.enter_async_context(
+                            pool.request(head, data, chunked=chunked, again=again)
+                        )
+                        break
+                    except ConnectError:
+                        # A service that had answered this client was stopped, or is being restarted by somebody with
+                        # settings of theirs: not ours to start again.
+                        if self._answered or not may_start:
+                            raise
+                        may_start = False
+                        await self._start()
                 self._answered = True
-                if long:
-                    _keep_alive(response)
+                if response.status >= 300:
+                    raise await _refusal(response.status, response.reason, response.headers, response.read)
                 yield response
-
-    @contextlib.asynccontextmanager
-    async def _started(
-        self, request: Callable[[], contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]]
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Enters `request()`; when nobody is at the local socket, starts the service and enters it once more."""
-        import aiohttp
-
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                response = await stack.enter_async_context(request())
-            except aiohttp.ClientConnectorError:
-                # Nothing was sent: no connection came about. A service that had answered this client was stopped, or is
-                # being restarted by somebody with settings of theirs: not ours to start again.
-                if self._answered or not self.endpoint.autostart or self.endpoint.socket is None:
-                    raise
-                await self._start()
-                response = await stack.enter_async_context(request())
-            yield response
 
     async def _start(self) -> None:
         assert self.endpoint.socket is not None
@@ -242,80 +259,76 @@ class Transport:
             await ensure_running(self.endpoint.socket)
 
     @contextlib.contextmanager
-    def _translated(self, *, reads: bool) -> Any:
-        import aiohttp
+    def _translated(self, *, reads: bool) -> Iterator[None]:
+        from dsec.sdk.connections import ConnectError
 
         try:
             yield
-        except aiohttp.ClientConnectorError as error:
-            raise UnavailableError(
-                f"the service at {self.endpoint} cannot be reached: {_reason(error)}",
-                outcome=Outcome.UNCHANGED,
-                hint="is it running? `dsec up` starts it; `dsec doctor` looks for what is wrong",
-            ) from error
+        except DsecError:
+            raise
         except TimeoutError as error:
             raise DeadlineError(
                 "the service did not answer within the time given",
                 outcome=Outcome.UNCHANGED if reads else Outcome.UNKNOWN,
             ) from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise UnavailableError(
-                f"the connection to {self.endpoint} was lost: {_reason(error)}",
-                outcome=Outcome.UNCHANGED if reads else Outcome.UNKNOWN,
-            ) from error
+        except Exception as error:
+            if isinstance(error, ConnectError) or _is_of_aiohttp(error, "ClientConnectorError"):
+                raise UnavailableError(
+                    f"the service at {self.endpoint} cannot be reached: {_reason(error)}",
+                    outcome=Outcome.UNCHANGED,
+                    hint="is it running? `dsec up` starts it; `dsec doctor` looks for what is wrong",
+                ) from error
+            if isinstance(error, ConnectionError) or _is_of_aiohttp(error, "ClientError"):
+                raise UnavailableError(
+                    f"the connection to {self.endpoint} was lost: {_reason(error)}",
+                    outcome=Outcome.UNCHANGED if reads else Outcome.UNKNOWN,
+                ) from error
+            raise
 
     # ---- connections ----
 
-    async def _sessions(self) -> _Sessions:
+    async def _connections(self) -> _Connections:
         loop = asyncio.get_running_loop()
         found = self._by_loop.get(loop)
-        if found is None or found.calls.closed or self._pid != os.getpid():
+        if found is None or found.closed or self._pid != os.getpid():
+            from dsec.sdk.connections import HttpPool
+
             self._pid = os.getpid()
-            found = self._by_loop[loop] = self._connect()
+            found = _Connections(HttpPool(self.endpoint, CALLS_MAX), HttpPool(self.endpoint, STREAMS_MAX))
+            self._by_loop[loop] = found
             # The loop closes its asynchronous generators when it ends (asyncio.run does), so connections
             # that a default client opened in it never outlive it.
             await anext(found.closer)
         return found
 
-    def _connect(self) -> _Sessions:
+    def _open_sockets(self, connections: _Connections) -> aiohttp.ClientSession:
         import aiohttp
 
-        def session(limit: int) -> aiohttp.ClientSession:
-            connector: aiohttp.BaseConnector
-            if self.endpoint.socket is not None:
-                connector = aiohttp.UnixConnector(self.endpoint.socket, limit=limit, keepalive_timeout=_KEEPALIVE_S)
-            else:
-                connector = aiohttp.TCPConnector(limit=limit, limit_per_host=limit, keepalive_timeout=_KEEPALIVE_S)
-            return aiohttp.ClientSession(
-                connector=connector,
-                raise_for_status=_refuse,  # also for WebSockets, where nothing else shows the body
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,
-            )
-
-        calls, streams = session(CALLS_MAX), session(STREAMS_MAX)
-        return _Sessions(calls, streams, _closing(calls, streams))
+        connector: aiohttp.BaseConnector
+        if self.endpoint.socket is not None:
+            connector = aiohttp.UnixConnector(self.endpoint.socket, limit=STREAMS_MAX)
+        else:
+            connector = aiohttp.TCPConnector(limit=STREAMS_MAX, limit_per_host=STREAMS_MAX)
+        session = connections.sockets = aiohttp.ClientSession(
+            connector=connector,
+            raise_for_status=_refuse,  # nothing else shows the body of a refusal
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+        )
+        return session
 
     async def close(self) -> None:
         """Closes what this loop opened. The transport may be used again."""
-        sessions = self._by_loop.pop(asyncio.get_running_loop(), None)
-        if sessions is not None:
-            await sessions.closer.aclose()
+        connections = self._by_loop.pop(asyncio.get_running_loop(), None)
+        if connections is not None:
+            await connections.closer.aclose()
 
-    def _headers(self, more: Mapping[str, str] | None, *, key: str | None = None) -> dict[str, str]:
-        headers = {"User-Agent": "dsec-sdk", **(more or {})}
-        if self.endpoint.token is not None:
-            headers["Authorization"] = f"Bearer {self.endpoint.token}"
-        if key is not None:
-            headers[api.HEADER_IDEMPOTENCY] = key
-        return headers
-
-    def _url(self, path: str, query: Query | None) -> Any:
-        from yarl import URL
-
+    def _target(self, path: str, query: Query | None) -> str:
         text = encode_query(query)
-        return URL(f"{self.endpoint.base}{api.PREFIX}{path}{'?' if text else ''}{text}", encoded=True)
+        target = f"{self._prefix}{path}{'?' if text else ''}{text}"
+        if not _TARGET.fullmatch(target):
+            raise InvalidArgumentError("a path of the service holds only printable ASCII")
+        return target
 
 
 class Messages:
@@ -351,12 +364,27 @@ class _Failure(msgspec.Struct):
     error: ErrorBody | None = None
 
 
-async def _closing(*sessions: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
+async def _closing(connections: _Connections) -> AsyncGenerator[None, None]:
     try:
         yield
     finally:
-        for session in sessions:
-            await session.close()
+        connections.calls.close()
+        connections.streams.close()
+        if connections.sockets is not None:
+            await connections.sockets.close()
+        await asyncio.sleep(0)  # the loop closes what was cut in its next turn
+
+
+def _headers(more: Mapping[str, str] | None, *, key: str | None, body: Any) -> str:
+    lines = dict(more or {})
+    if key is not None:
+        lines[api.HEADER_IDEMPOTENCY] = key
+    if body is not None:
+        lines["Content-Type"] = api.TYPE_JSON
+    for value in lines.values():
+        if not _HEADER_VALUE.fullmatch(value):
+            raise InvalidArgumentError("the value of a header holds only printable ASCII")
+    return "".join(f"{name}: {value}\r\n" for name, value in lines.items())
 
 
 def encode_query(query: Query | None) -> str:
@@ -374,32 +402,30 @@ def _quoted(value: str | bytes | float | bool | None) -> str:
 
 async def _refuse(response: aiohttp.ClientResponse) -> None:
     if response.status >= 300:
-        raise await _refusal(response)
+        headers = {name.lower(): value for name, value in response.headers.items()}
+        raise await _refusal(response.status, response.reason or "", headers, response.content.read)
 
 
-async def _refusal(response: aiohttp.ClientResponse) -> DsecError:
+async def _refusal(
+    status: int, reason: str, headers: Mapping[str, str], read: Callable[[int], Awaitable[bytes]]
+) -> DsecError:
     """The error that an answer tells. One that is not ours (a proxy's, say) is told by its status and beginning."""
-    raw = await response.content.read(1 << 20)
+    raw = await read(_ERROR_BYTES_MAX)
     try:
         error = error_of(from_json(raw, ErrorBody))
     except DsecError:
         text = raw[:_ERROR_TEXT_MAX].decode("utf-8", "replace").strip()
-        cls = UnavailableError if response.status in (502, 503, 504) else PlatformError
-        return cls(f"the service answered with status {response.status}: {text or response.reason}")
-    if error.retry_after_s is None and response.status in (429, 503):
+        cls = UnavailableError if status in (502, 503, 504) else PlatformError
+        return cls(f"the service answered with status {status}: {text or reason}")
+    if error.retry_after_s is None and status in (429, 503) and "retry-after" in headers:
         with contextlib.suppress(ValueError):
-            error.retry_after_s = float(response.headers["Retry-After"]) if "Retry-After" in response.headers else None
+            error.retry_after_s = float(headers["retry-after"])
     return error
 
 
-def _keep_alive(response: aiohttp.ClientResponse) -> None:
-    """A stream may be silent for hours; the kernel's probes tell a quiet peer from a dead one."""
-    transport = response.connection.transport if response.connection else None
-    found = transport.get_extra_info("socket") if transport else None
-    if found is not None and found.family != socket.AF_UNIX:
-        for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
-            found.setsockopt(socket.IPPROTO_TCP, option, value)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _is_of_aiohttp(error: Exception, name: str) -> bool:
+    """Its errors come from WebSockets only, and then it is loaded."""
+    return any(cls.__name__ == name and cls.__module__.startswith("aiohttp.") for cls in type(error).__mro__)
 
 
 def _reason(error: BaseException) -> str:
