@@ -12,11 +12,12 @@ import pytest
 
 from dsec.core.errors import CapacityError, DsecError
 from dsec.core.spec import Environment
-from dsec.image import erofs, worker
+from dsec.image import erofs, make, worker
 from dsec.image.environments import EnvironmentStore
+from dsec.image.make import typed
 from dsec.image.sources import tarball
 from dsec.image.stage import Stage
-from dsec.image.worker import build_now, typed
+from dsec.image.worker import build_now
 from dsec.storage import layers
 from dsec.storage.layers import LayerKind, LayerStore
 from dsec.wire.environments import BuildRequest, EnvironmentInfo, TarSource
@@ -29,7 +30,7 @@ STEPS: list[tuple[Any, str]] = [
     (worker, "require_free"),
     (Stage, "file"),
     (Stage, "finish"),
-    (worker, "tree_digest"),
+    (make, "tree_digest"),
     (LayerStore, "publish"),
     (layers, "write_synced"),
     (EnvironmentStore, "put_built"),

@@ -14,7 +14,8 @@ from typing import Final
 from dsec.core.errors import CapacityError, DeadlineError, InvalidArgumentError, Outcome, StorageError
 from dsec.core.limits import BUILD_TIMEOUT_S_DEFAULT, BUILDS_MAX, MIB
 from dsec.image.environments import EnvironmentStore
-from dsec.image.worker import Job, build_key, error_event, ready_result, typed
+from dsec.image.make import typed
+from dsec.image.worker import Job, build_key, error_event, ready_result
 from dsec.wire import codec
 from dsec.wire.environments import BuildEvent, BuildRequest, DebianSource, EnvironmentInfo, OciSource
 from dsec.wire.errors import error_of

@@ -55,10 +55,10 @@ class EnvironmentRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BuildRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request led to. It is a hint: the layer may have been removed since."""
+    """What one request led to. It is a hint: a layer may have been removed since."""
 
-    version: int = 1
-    digest: str
+    version: int = 2
+    layers: tuple[str, ...]  # digests, lowest first
     source: str
     config: ImageConfig = ImageConfig()
 
@@ -190,7 +190,7 @@ class EnvironmentStore:
             record = _read(self._builds / f"{key}.json", BuildRecord)
         except (FileNotFoundError, StorageError):
             return None
-        return record if self.layers.has(record.digest) else None
+        return record if all(self.layers.has(digest) for digest in record.layers) else None
 
     def describe(self) -> StoreFacts:
         """What is here, and by a trial mount (some ten milliseconds) in which form layers are kept."""
@@ -291,14 +291,14 @@ class EnvironmentStore:
 
 def environment_info(name: str, layers: LayerStore, built: BuildRecord, *, created_at: float) -> EnvironmentInfo:
     """How the result of a build is shown under a name."""
-    record = layers.record(built.digest)
+    records = [layers.record(digest) for digest in built.layers]
     return EnvironmentInfo(
         name=name,
-        layers=(built.digest,),
-        size_bytes=record.size_bytes,
+        layers=built.layers,
+        size_bytes=sum(record.size_bytes for record in records),
         created_at=created_at,
         source=built.source,
-        kind=str(record.kind),
+        kind=str(records[-1].kind),
         env=built.config.env,
         user=built.config.user,
         workdir=built.config.workdir,

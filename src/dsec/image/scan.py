@@ -1,7 +1,9 @@
 """Walking a tree in a fixed order, and the digest that names a layer.
 
-The digest covers what a sandbox can see: names, types, modes, owners, times, links, user.* attributes, content. It is
-the same for a staged directory and for the EROFS image made of it, so one is checked against the other.
+The digest covers what a sandbox can see of a layer, alone or above others: names, types, modes, owners, times, links,
+attributes, content, what it hides of the layers below (whiteouts are character devices 0:0, opaque directories carry
+trusted.overlay.opaque). It is the same for a staged directory and for the EROFS image made of it, so one is checked
+against the other.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _INSIDE: Final = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_XDEV
 _CHUNK_BYTES: Final = 1 << 20
 _FORMAT: Final = b"dsec-tree-1\0"
+OPAQUE_XATTR: Final = b"trusted.overlay.opaque"
+_KEPT_XATTRS: Final = (OPAQUE_XATTR, b"security.capability", b"system.posix_acl_access", b"system.posix_acl_default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,8 @@ def tree_digest(root: int, *, as_root: bool = False) -> TreeDigest:
             content_bytes += info.st_size
         elif stat.S_ISLNK(info.st_mode):
             _feed(total, b"symlink", os.readlink(entry.name, dir_fd=entry.directory))
+        elif stat.S_ISCHR(info.st_mode) or stat.S_ISBLK(info.st_mode):
+            _feed(total, b"device", b"%d:%d" % (os.major(info.st_rdev), os.minor(info.st_rdev)))
         elif stat.S_ISDIR(info.st_mode):
             fd = os.dup(entry.directory) if not entry.path else open_inside(entry.directory, entry.name, _DIRECTORY)
             try:
@@ -115,10 +121,15 @@ def tree_digest(root: int, *, as_root: bool = False) -> TreeDigest:
     return TreeDigest(total.hexdigest(), entries, content_bytes)
 
 
-def user_xattrs(fd: int) -> dict[bytes, bytes]:
-    """The user.* attributes of an open file, in byte order."""
+def is_whiteout(info: os.stat_result) -> bool:
+    """The overlay's mark for "nothing here, whatever the layers below have"."""
+    return stat.S_ISCHR(info.st_mode) and info.st_rdev == 0
+
+
+def kept_xattrs(fd: int) -> dict[bytes, bytes]:
+    """The attributes of an open file that are part of a layer, in byte order."""
     names = sorted(os.fsencode(name) for name in os.listxattr(fd))
-    return {name: os.getxattr(fd, name) for name in names if name.startswith(b"user.")}
+    return {name: os.getxattr(fd, name) for name in names if name.startswith(b"user.") or name in _KEPT_XATTRS}
 
 
 def _names(fd: int) -> Iterator[bytes]:
@@ -133,7 +144,7 @@ def _content_digest(fd: int) -> bytes:
 
 
 def _feed_xattrs(total: Any, fd: int) -> None:
-    for name, value in user_xattrs(fd).items():
+    for name, value in kept_xattrs(fd).items():
         _feed(total, b"xattr", name, value)
 
 

@@ -17,6 +17,7 @@ from typing import Final, Protocol
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError, StorageError
 from dsec.core.units import format_size
+from dsec.image.scan import OPAQUE_XATTR
 from dsec.storage.space import require_free
 from dsec.storage.syscalls import RESOLVE_IN_ROOT, RESOLVE_NO_MAGICLINKS, openat2
 from dsec.storage.trees import remove_entry
@@ -88,6 +89,7 @@ class Stage:
         self._fd = os.open(root, _DIRECTORY | os.O_CLOEXEC)
         # A directory's mode and time are set last: filling it changes the time, and needs it to be writable.
         self._directories: dict[bytes, Attributes] = {b"": Attributes(0o755)}
+        self._opaque: set[bytes] = set()
 
     def close(self) -> None:
         os.close(self._fd)
@@ -163,6 +165,21 @@ class Stage:
                     f"{_shown(path)} is a hard link to {_shown(target)}, which is not in the archive before it"
                 ) from None
 
+    def whiteout(self, path: bytes) -> None:
+        """Hide `path` of the layers below: for a stage that becomes a layer above others."""
+        self._count(path)
+        with self._parent(path) as (parent, name):
+            remove_entry(parent, name)
+            os.mknod(name, stat.S_IFCHR, 0, dir_fd=parent)
+            os.utime(name, ns=(0, 0), dir_fd=parent, follow_symlinks=False)
+
+    def opaque(self, path: bytes) -> None:
+        """Hide what the layers below have in the directory `path`, which is made if need be. Needs root."""
+        with self._parent(path) as (parent, name):
+            self._make_directory(parent, name)
+        self._directories.setdefault(path, Attributes(0o755))
+        self._opaque.add(path)
+
     def remove(self, path: bytes) -> None:
         """Remove an entry of an earlier layer; a missing one is fine."""
         try:
@@ -194,6 +211,8 @@ class Stage:
                     continue  # gone again, or replaced by an entry of another kind
                 raise
             try:
+                if path in self._opaque:
+                    os.setxattr(fd, OPAQUE_XATTR, b"y")
                 self._apply(fd, path, self._directories[path])
             finally:
                 os.close(fd)

@@ -11,16 +11,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from dsec.core.errors import CapacityError, ConflictError, DsecError, InvalidArgumentError, NotFoundError, StorageError
-from dsec.core.limits import BUILD_LOG_LINE_BYTES_MAX
-from dsec.core.units import format_size
-from dsec.image import erofs
+from dsec.core.errors import ConflictError, InvalidArgumentError
 from dsec.image.environments import (
     BuildRecord,
     EnvironmentRecord,
@@ -28,13 +25,11 @@ from dsec.image.environments import (
     ImageConfig,
     environment_info,
 )
-from dsec.image.scan import TreeDigest, tree_digest
+from dsec.image.make import Report, log, make_layer, progress, typed
 from dsec.image.sources import debian, directory, oci, tarball
 from dsec.image.sources.apt import host_suite
 from dsec.image.stage import Stage
-from dsec.storage.layers import BLOB_NAME, META_NAME, TREE_NAME, LayerKind, LayerRecord
 from dsec.storage.space import require_free
-from dsec.storage.trees import tree_size
 from dsec.wire import codec
 from dsec.wire.environments import (
     BuildEvent,
@@ -51,8 +46,6 @@ from dsec.wire.errors import body_of
 
 _NICENESS: Final = 5  # running sandboxes come first
 _PROXIES: Final = ("http_proxy", "https_proxy", "no_proxy")
-
-Report = Callable[[BuildEvent], None]
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,12 +66,12 @@ def build_now(
         raise InvalidArgumentError(
             f"{request.source.path!r} contains the store itself", hint="choose a directory below it"
         )
-    _progress(report, "resolve", f"looking at {describe(request.source)}")
+    progress(report, "resolve", f"looking at {describe(request.source)}")
     key = build_key(request.source)
     ready = ready_result(store, request, key)
     if ready is not None:
         return ready
-    _progress(report, "wait", "waiting for other builds of the same content, if there are any")
+    progress(report, "wait", "waiting for other builds of the same content, if there are any")
     with store.layers.single_flight(key):
         ready = ready_result(store, request, key)
         if ready is not None:
@@ -123,7 +116,7 @@ def ready_result(store: EnvironmentStore, request: BuildRequest, key: str) -> En
         built = store.built(key)
         if built is None:
             return None
-        if present is not None and present.build_key == key and present.info.layers == (built.digest,):
+        if present is not None and present.build_key == key and present.info.layers == built.layers:
             return present.info
         return _name(store, request, key, built)
 
@@ -135,33 +128,10 @@ def _build(
     with store.layers.staging() as work:
         tree = work / "tree"
         config = _stage(request.source, tree, work, report, proxies)
-        as_root = os.geteuid() != 0
-        found = _digest(tree, as_root, report)
-        built = BuildRecord(digest=found.digest, source=describe(request.source), config=config)
-        try:
-            # Held until it has a name: the same tree, from another source.
-            with store.layers.lease([found.digest]):
-                return _record(store, request, key, built)
-        except NotFoundError:
-            pass
-        layer = work / "layer"
-        layer.mkdir()
-        kind = _convert(store, tree, layer, found, as_root, report)
-        size_bytes = tree_size(layer).disk_bytes
-        _progress(report, "publish", f"publishing layer {found.digest[:12]}, {format_size(size_bytes)}")
-        with store.layers.publishing():
-            store.layers.publish(
-                layer,
-                LayerRecord(
-                    digest=found.digest, kind=kind, size_bytes=size_bytes, entries=found.entries, created_at=time.time()
-                ),
-            )
-            return _record(store, request, key, built)
-
-
-def _record(store: EnvironmentStore, request: BuildRequest, key: str, built: BuildRecord) -> EnvironmentInfo:
-    store.put_built(key, built)
-    return _name(store, request, key, built)
+        with make_layer(store.layers, tree, work, report) as held, store.layers.publishing():
+            built = BuildRecord(layers=held.digests, source=describe(request.source), config=config)
+            store.put_built(key, built)
+            return _name(store, request, key, built)
 
 
 def _name(store: EnvironmentStore, request: BuildRequest, key: str, built: BuildRecord) -> EnvironmentInfo:
@@ -171,7 +141,7 @@ def _name(store: EnvironmentStore, request: BuildRequest, key: str, built: Build
 
 
 def _stage(source: BuildSource, tree: Path, work: Path, report: Report, proxies: Mapping[str, str]) -> ImageConfig:
-    _progress(report, "stage", f"unpacking {describe(source)}")
+    progress(report, "stage", f"unpacking {describe(source)}")
     owner = Ownership.KEEP if isinstance(source, DebianSource) else source.owner
     config = ImageConfig()
     with Stage(tree, owner=owner) as stage:
@@ -182,65 +152,13 @@ def _stage(source: BuildSource, tree: Path, work: Path, report: Report, proxies:
         elif isinstance(source, OciSource):
             config = oci.fill(source, stage)
         else:
-            config = debian.fill(source, stage, work, log=lambda line: _log(report, line), proxies=proxies)
+            config = debian.fill(source, stage, work, log=lambda line: log(report, line), proxies=proxies)
         stage.finish()
         if dropped := str(stage.dropped):
-            _log(report, dropped)
+            log(report, dropped)
         if os.geteuid() != 0:
-            _log(report, "built without root: every file belongs to root inside")
+            log(report, "built without root: every file belongs to root inside")
     return config
-
-
-def _digest(tree: Path, as_root: bool, report: Report) -> TreeDigest:
-    _progress(report, "digest", "computing the digest")
-    fd = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        return tree_digest(fd, as_root=as_root)
-    finally:
-        os.close(fd)
-
-
-def _convert(
-    store: EnvironmentStore, tree: Path, layer: Path, found: TreeDigest, as_root: bool, report: Report
-) -> LayerKind:
-    """Fill `layer` with an image, or with the tree itself where an image would be of no use; says which and why."""
-    verdict = erofs.probe_erofs(store.layers)
-    if verdict.usable:
-        require_free(store.state, found.content_bytes)
-        _progress(report, "convert", f"making an image of {found.entries} entries, {format_size(found.content_bytes)}")
-        try:
-            erofs.make_image(tree, layer, digest=found.digest)
-            _progress(report, "verify", "comparing the image with the tree")
-            erofs.verify_image(layer, digest=found.digest, as_root=as_root)
-            return LayerKind.EROFS
-        except (StorageError, OSError) as error:
-            require_free(store.state)  # a full disk is no reason for another format
-            verdict = erofs.Verdict(False, typed(error).message)
-        for name in (META_NAME, BLOB_NAME):
-            (layer / name).unlink(missing_ok=True)
-    _log(report, f"kept as a plain directory: {verdict.reason}")
-    tree.rename(layer / TREE_NAME)
-    return LayerKind.DIRECTORY
-
-
-def _progress(report: Report, stage: str, message: str) -> None:
-    report(BuildEvent(kind="progress", stage=stage, message=message))
-
-
-def _log(report: Report, line: str) -> None:
-    text = line.encode("utf-8", "backslashreplace").decode()
-    report(BuildEvent(kind="log", message=text[:BUILD_LOG_LINE_BYTES_MAX]))
-
-
-def typed(error: BaseException) -> DsecError:
-    """What the machine refused, as an error of ours."""
-    if isinstance(error, DsecError):
-        return error
-    if isinstance(error, OSError):
-        if error.errno in (28, 122):  # ENOSPC, EDQUOT
-            return CapacityError("the disk of the store is full", hint="remove environments or make room")
-        return StorageError(f"the build failed on the disk: {error.strerror or error}")
-    return StorageError(f"the build failed: {type(error).__name__}: {error}")
 
 
 def error_event(error: BaseException) -> BuildEvent:
