@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+
+from dsec.cli.completion import complete_sandbox
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Sequence
@@ -24,6 +26,7 @@ class Settings:
     url: str | None = None
     token: str | None = None
     json: bool = False  # set by the command that runs
+    quiet: bool = False
 
 
 settings = Settings()
@@ -35,23 +38,10 @@ def _json_chosen(value: bool) -> bool:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Answer in JSON.", callback=_json_chosen)]
-SandboxName = Annotated[str, typer.Argument(metavar="SANDBOX", help="Its id, or its name.", show_default=False)]
-
-_NEXT: Final = {
-    "unavailable": "is the service running? `dsec up` starts it, `dsec doctor` looks for what is wrong",
-    "sandbox_not_found": "`dsec ls` shows the sandboxes that live",
-    "gone": "`dsec ls --all` shows what has ended, and why",
-    "environment_not_found": "`dsec env ls` shows what there is; `dsec env build base --debian` makes the usual one",
-    "command_not_found": "is it in the environment, and in PATH? `dsec shell SANDBOX` lets you look",
-    "invalid_argument": "the option's --help says what it takes",
-    "path_not_found": "paths are the sandbox's own and absolute",
-    "exec_not_found": "`dsec logs SANDBOX` shows the commands on record",
-    "unauthenticated": "pass --token, or set DSEC_TOKEN; `dsec token create` on the service's machine makes one",
-    "forbidden": "ask for a token with the right for it",
-    "no_capacity": "`dsec ls` shows what uses the room; `dsec rm` frees it",
-    "deadline_exceeded": "try again with a longer --timeout",
-}
-_NEXT_DEFAULT: Final = "`dsec doctor` looks for what is wrong with this machine"
+SandboxName = Annotated[
+    str,
+    typer.Argument(metavar="SANDBOX", help="Its id, or its name.", show_default=False, autocompletion=complete_sandbox),
+]
 
 
 def client() -> AsyncClient:
@@ -62,20 +52,12 @@ def client() -> AsyncClient:
 
 async def find(client: AsyncClient, name: str) -> AsyncSandbox:
     """A live sandbox by id or name."""
-    return await client.connect(await find_id(client, name))
+    return await client.connect(name)
 
 
 async def find_id(client: AsyncClient, name: str) -> str:
-    from dsec.core.errors import ConflictError, SandboxNotFoundError
-
-    if name.startswith("sbx_"):
-        return name
-    found = await client.list(name=name)
-    if not found:
-        raise SandboxNotFoundError(f"there is no live sandbox named {name[:80]!r}")
-    if len(found) > 1:
-        raise ConflictError(f"{len(found)} sandboxes are named {name[:80]!r}", hint="use the id")
-    return found[0].id
+    """The id of what `name` means: an id, or a live sandbox's name. Raises SandboxNotFoundError, ConflictError."""
+    return name if name.startswith("sbx_") else (await client.find(name)).id
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
@@ -85,7 +67,13 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 
 def say(text: str) -> None:
-    """Talk, for people."""
+    """Talk, for people; --quiet is without."""
+    if not settings.quiet:
+        complain(text)
+
+
+def complain(text: str) -> None:
+    """What is said in any case."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -103,12 +91,13 @@ def fail(error: DsecError) -> None:
 
         put_json({"error": body_of(error)})
         return
-    say(f"error: {clean(error.message)}")
+    from dsec.cli.hints import next_step
+
+    complain(f"error: {clean(error.message)}")
     for what, value in (("sandbox", error.sandbox), ("exec", error.exec), ("step", error.step)):
         if value and value not in error.message:
-            say(f"  {what}: {clean(value)}")
-    reason = str(error.detail.get("code"))
-    say(f"  try: {clean(error.hint) if error.hint else _NEXT.get(reason, _NEXT.get(error.code, _NEXT_DEFAULT))}")
+            complain(f"  {what}: {clean(value)}")
+    complain(f"  try: {clean(next_step(error))}")
 
 
 def clean(text: str) -> str:
@@ -117,11 +106,15 @@ def clean(text: str) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    for line in lay_out(headings, rows):
+        print(line)
+
+
+def lay_out(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Columns of text, readable without colour, and by programs that split lines."""
     lines = [list(headings), *([" ".join(clean(cell).split()) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def age(seconds: float) -> str:

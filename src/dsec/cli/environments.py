@@ -9,36 +9,45 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsec.cli.completion import complete_environment
 from dsec.cli.console import Json, age, clean, client, put_json, run_async, say, settings, table
+from dsec.cli.pages import command
 
 if TYPE_CHECKING:
     from dsec.wire.environments import BuildEvent, BuildSource
 
 app = typer.Typer(help="Environments: what sandboxes start from.", no_args_is_help=True)
-Name = Annotated[str, typer.Argument(metavar="NAME", show_default=False)]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="Of the environment.", show_default=False, autocompletion=complete_environment),
+]
 
 
-@app.command()
 def build(
     name: Name,
     packages: Annotated[list[str] | None, typer.Argument(metavar="[PACKAGE…]", help="With --debian.")] = None,
     debian: Annotated[
         bool, typer.Option("--debian", help="From Debian packages; without any named, the usual ones for Python work.")
     ] = False,
-    suite: Annotated[str | None, typer.Option(help="With --debian: such as bookworm.", show_default=False)] = None,
-    directory: Annotated[Path | None, typer.Option(help="From a directory.", show_default=False)] = None,
-    tar: Annotated[Path | None, typer.Option(help="From a tar file.", show_default=False)] = None,
-    oci: Annotated[Path | None, typer.Option(help="From an OCI image layout directory.", show_default=False)] = None,
-    reference: Annotated[str | None, typer.Option(help="With --oci: which image.", show_default=False)] = None,
-    owner: Annotated[str, typer.Option(help="keep, squash or root: whose the files become.")] = "keep",
+    suite: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --debian: such as bookworm.", show_default=False)
+    ] = None,
+    directory: Annotated[Path | None, typer.Option(metavar="DIR", help="From a directory.", show_default=False)] = None,
+    tar: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="From a tar file: plain, gzip, xz or zstd.", show_default=False)
+    ] = None,
+    oci: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="From an OCI image layout directory.", show_default=False)
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(metavar="REF", help="With --oci: which image.", show_default=False)
+    ] = None,
+    owner: Annotated[str, typer.Option(metavar="HOW", help="keep, squash or root: whose the files become.")] = "keep",
     replace: Annotated[bool, typer.Option("--replace", help="Give the name to other content.")] = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Build even what was built before.")] = False,
     json: Json = False,
 ) -> None:
-    """Build an environment. Exactly one of --debian, --directory, --tar and --oci.
-
-    Examples: dsec env build base --debian        dsec env build tools --tar tools.tar.gz
-    """
+    """Build an environment. Exactly one of --debian, --directory, --tar and --oci."""
     if sum((debian, directory is not None, tar is not None, oci is not None)) != 1:
         raise typer.BadParameter("give exactly one of --debian, --directory, --tar and --oci")
     if packages and not debian:
@@ -91,7 +100,7 @@ class _Progress:
     def __init__(self) -> None:
         self._started = time.monotonic()
         self._last = ""
-        self._live = sys.stderr.isatty() and not settings.json
+        self._live = sys.stderr.isatty() and not settings.json and not settings.quiet
 
     def __enter__(self) -> _Progress:
         return self
@@ -120,7 +129,6 @@ def _width() -> int:
     return max(shutil.get_terminal_size().columns - 1, 20)
 
 
-@app.command(name="ls")
 def list_(json: Json = False) -> None:
     """List the environments."""
     from dsec.core.units import format_size
@@ -137,7 +145,6 @@ def list_(json: Json = False) -> None:
     run_async(work())
 
 
-@app.command()
 def show(name: Name, json: Json = False) -> None:
     """Show one environment."""
 
@@ -155,8 +162,12 @@ def show(name: Name, json: Json = False) -> None:
     run_async(work())
 
 
-@app.command()
-def rm(names: Annotated[list[str], typer.Argument(metavar="NAME…")], json: Json = False) -> None:
+def rm(
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME…", help="Of environments.", autocompletion=complete_environment)
+    ],
+    json: Json = False,
+) -> None:
     """Remove environments. Sandboxes that run keep what they use."""
 
     async def work() -> None:
@@ -169,3 +180,9 @@ def rm(names: Annotated[list[str], typer.Argument(metavar="NAME…")], json: Jso
             put_json({"removed": names})
 
     run_async(work())
+
+
+command(app, build, of="env")
+command(app, list_, "ls", of="env")
+command(app, show, of="env")
+command(app, rm, of="env")

@@ -7,25 +7,29 @@ from typing import Annotated
 
 import typer
 
+from dsec.cli.completion import complete_path
 from dsec.cli.console import Json, client, find, put_json, run_async, say, settings
+from dsec.cli.options import User
+from dsec.cli.pages import command
 
 _REMOTE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*):(.*)\Z", re.DOTALL)
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(cp)
+    command(app, cp)
 
 
 def cp(
-    source: Annotated[str, typer.Argument(help="PATH or SANDBOX:PATH", show_default=False)],
-    target: Annotated[str, typer.Argument(help="PATH or SANDBOX:PATH", show_default=False)],
-    user: Annotated[str | None, typer.Option("--user", "-u", help="In the sandbox: with whose rights.")] = None,
+    source: Annotated[
+        str, typer.Argument(help="PATH or SANDBOX:PATH", show_default=False, autocompletion=complete_path)
+    ],
+    target: Annotated[
+        str, typer.Argument(help="PATH or SANDBOX:PATH", show_default=False, autocompletion=complete_path)
+    ],
+    user: User = None,
     json: Json = False,
 ) -> None:
-    """Copy a file or a directory into a sandbox or out of it.
-
-    Examples: dsec cp ./project my-box:/work        dsec cp my-box:/work/report.xml .
-    """
+    """Copy a file or a directory into a sandbox or out of it."""
     from dsec.core.units import format_size
 
     there, here = split_remote(target), split_remote(source)

@@ -7,29 +7,35 @@ from typing import Annotated, Any
 
 import typer
 
+from dsec.cli.completion import complete_environment, complete_sandbox
 from dsec.cli.console import Json, age, client, find_id, parse_pairs, put_json, run_async, say, settings, table
-from dsec.cli.options import Cpu, Disk, Env, Labels, Memory, Name, Pids, Substrate, TtlIdle, TtlRunning
+from dsec.cli.options import Cpu, Disk, Env, Labels, Memory, Name, Pids, Substrate, TtlIdle, TtlRunning, User
+from dsec.cli.pages import command
 
 _STATES = ("creating", "running", "pausing", "paused", "resuming", "destroying", "gone", "failed")
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(create)
-    app.command()(ls)
-    app.command()(rm)
+    command(app, create)
+    command(app, ls)
+    command(app, rm)
 
 
 def create(
-    environment: Annotated[str, typer.Argument(help="What it starts from.")] = "base",
+    environment: Annotated[
+        str, typer.Argument(help="What it starts from.", autocompletion=complete_environment)
+    ] = "base",
     backend: Substrate = "container",
     cpu: Cpu = 1.0,
     memory: Memory = "1GiB",
     disk: Disk = None,
     pids: Pids = 1024,
     env: Env = None,
-    user: Annotated[str | None, typer.Option(help="Of its commands.", show_default=False)] = None,
-    workdir: Annotated[str | None, typer.Option(help="Of its commands.", show_default=False)] = None,
-    network: Annotated[str, typer.Option(help="none: loopback only.")] = "none",
+    user: User = None,
+    workdir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="In which its commands begin.", show_default=False)
+    ] = None,
+    network: Annotated[str, typer.Option(metavar="MODE", help="none: loopback only.")] = "none",
     name: Name = None,
     label: Labels = None,
     ttl_running: TtlRunning = None,
@@ -42,12 +48,13 @@ def create(
     ] = False,
     start: Annotated[bool, typer.Option("--start", help="Run what the environment says: `dsec logs ID main`.")] = False,
     ready_port: Annotated[
-        int | None, typer.Option(help="With --start: wait until this port accepts.", show_default=False)
+        int | None, typer.Option(metavar="PORT", help="With --start: wait until it accepts.", show_default=False)
     ] = None,
     ready_shell: Annotated[
-        str | None, typer.Option(help="With --start: wait until this shell command succeeds.", show_default=False)
+        str | None,
+        typer.Option(metavar="TEXT", help="With --start: wait until this shell command succeeds.", show_default=False),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for it.")] = 60.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="To wait for it.")] = 60.0,
     json: Json = False,
 ) -> None:
     """Create a sandbox and say its id. It lives until `dsec rm`, or its time to live is over."""
@@ -123,7 +130,9 @@ def ls(
 
 
 def rm(
-    sandboxes: Annotated[list[str] | None, typer.Argument(metavar="SANDBOX…", help="Ids or names.")] = None,
+    sandboxes: Annotated[
+        list[str] | None, typer.Argument(metavar="SANDBOX…", help="Ids or names.", autocompletion=complete_sandbox)
+    ] = None,
     label: Labels = None,
     all: Annotated[bool, typer.Option("--all", help="Every sandbox of yours.")] = False,
     json: Json = False,

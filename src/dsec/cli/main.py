@@ -6,13 +6,28 @@ Exit status: the command's own for `exec` and `run` (128 + n when signal n ended
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Final
 
 import typer
 
-from dsec.cli import environments, files, lists, processes, service, shell, tokens
-from dsec.cli.console import fail, settings
+from dsec.cli import (
+    completion,
+    doctor,
+    environments,
+    files,
+    lists,
+    logs,
+    manual,
+    processes,
+    service,
+    shell,
+    tokens,
+    top,
+)
+from dsec.cli.console import complain, fail, settings
+from dsec.core.variables import unknown_variables
 
 EXIT_PLATFORM: Final = 125
 EXIT_INTERRUPTED: Final = 130
@@ -39,20 +54,34 @@ def _version(asked: bool) -> None:
 @app.callback()
 def options(
     url: Annotated[
-        str | None, typer.Option(help="The service: http(s)://… or unix:///… (default: DSEC_URL, or this machine's).")
+        str | None,
+        typer.Option(
+            metavar="URL", help="The service: http(s)://… or unix:///… (default: DSEC_URL, or this machine's)."
+        ),
     ] = None,
-    token: Annotated[str | None, typer.Option(help="Default: DSEC_TOKEN.", show_default=False)] = None,
+    token: Annotated[str | None, typer.Option(metavar="TOKEN", help="Default: DSEC_TOKEN.", show_default=False)] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing on stderr but errors.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Say the version and end.", is_eager=True, callback=_version)
     ] = False,
 ) -> None:
-    settings.url, settings.token = url, token
+    settings.url, settings.token, settings.quiet = url, token, quiet
+    if not quiet:
+        _warn()
 
 
-for part in (service, processes, lists, shell, files):
+def _warn() -> None:
+    """A variable that nobody reads is most often one with a letter wrong."""
+    for name, meant in unknown_variables(os.environ).items():
+        complain(f"warning: {name} is no variable of dsec{f'; did you mean {meant}?' if meant else ' and is ignored'}")
+
+
+for part in (service, doctor, processes, logs, top, lists, shell, files):
     part.register(app)
 app.add_typer(environments.app, name="env")
 app.add_typer(tokens.app, name="token")
+for part in (completion, manual):
+    part.register(app)
 
 
 def main() -> None:

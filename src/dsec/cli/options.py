@@ -6,14 +6,38 @@ from typing import Annotated
 
 import typer
 
-Environment = Annotated[str, typer.Option("--environment", "-E", help="What it starts from.")]
-Substrate = Annotated[str, typer.Option("--backend", help="container, microvm, fullvm …")]
-Cpu = Annotated[float, typer.Option(help="Cores.")]
-Memory = Annotated[str, typer.Option(help='Such as "512MiB".')]
-Disk = Annotated[str | None, typer.Option(help='Such as "10GiB". Refused where it cannot be enforced.')]
-Pids = Annotated[int, typer.Option(help="Processes at once.")]
-Env = Annotated[list[str] | None, typer.Option("--env", "-e", help="KEY=VALUE; KEY alone takes it from here.")]
-Labels = Annotated[list[str] | None, typer.Option("--label", "-l", help="KEY=VALUE.")]
-Name = Annotated[str | None, typer.Option("--name", "-n", show_default=False)]
-TtlRunning = Annotated[float | None, typer.Option(help="Seconds from now until it is destroyed.", show_default=False)]
-TtlIdle = Annotated[float | None, typer.Option(help="Seconds without use until it is destroyed.", show_default=False)]
+from dsec.cli.completion import complete_environment
+
+Environment = Annotated[
+    str,
+    typer.Option(
+        "--environment", "-E", metavar="NAME", help="What it starts from.", autocompletion=complete_environment
+    ),
+]
+Substrate = Annotated[
+    str, typer.Option("--backend", metavar="SUBSTRATE", help="What it is made of; `dsec doctor` says what there is.")
+]
+Cpu = Annotated[float, typer.Option(metavar="CORES", help="Processor cores, such as 0.5.")]
+Memory = Annotated[str, typer.Option(metavar="SIZE", help="Such as 512MiB.")]
+Disk = Annotated[str | None, typer.Option(metavar="SIZE", help="Such as 10GiB. Refused where it cannot be enforced.")]
+Pids = Annotated[int, typer.Option(metavar="COUNT", help="Processes and threads at once.")]
+Env = Annotated[
+    list[str] | None,
+    typer.Option("--env", "-e", metavar="KEY=VALUE", help="A variable; KEY alone takes it from here. May be repeated."),
+]
+Labels = Annotated[
+    list[str] | None, typer.Option("--label", "-l", metavar="KEY=VALUE", help="To find it by. May be repeated.")
+]
+Name = Annotated[
+    str | None, typer.Option("--name", "-n", metavar="NAME", help="Instead of its id, for people.", show_default=False)
+]
+TtlRunning = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="From now until it is destroyed.", show_default=False)
+]
+TtlIdle = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="Without use until it is destroyed.", show_default=False)
+]
+User = Annotated[
+    str | None,
+    typer.Option("--user", "-u", metavar="USER", help="Whose rights to use: name or number, with :group if wanted."),
+]

@@ -1,4 +1,4 @@
-"""`dsec run`, `dsec exec`, `dsec logs`: commands in sandboxes."""
+"""`dsec run`, `dsec exec`: commands in sandboxes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ import typer
 from dsec.cli.console import (
     Json,
     SandboxName,
-    age,
     client,
     find,
-    find_id,
     parse_pairs,
     put_json,
     run_async,
     say,
     settings,
-    table,
 )
-from dsec.cli.options import Cpu, Disk, Env, Environment, Memory, Pids, Substrate
+from dsec.cli.options import Cpu, Disk, Env, Environment, Memory, Pids, Substrate, User
+from dsec.cli.pages import command as register_command
 
 if TYPE_CHECKING:
     from dsec.sdk.process import AsyncProcess
-    from dsec.sdk.results import ExecResult
+    from dsec.sdk.results import Chunk, ExecResult
     from dsec.sdk.sandbox import AsyncSandbox
     from dsec.sdk.sessions import AsyncSession
 
@@ -38,20 +36,21 @@ _READ_BYTES: Final = 64 << 10
 # Whatever comes after the command belongs to it.
 _PASS_ON = {"allow_interspersed_args": False}
 Command = Annotated[list[str], typer.Argument(metavar="COMMAND…", help="And its arguments.", show_default=False)]
-Cwd = Annotated[str | None, typer.Option("--cwd", "-w", help="Directory to run it in.", show_default=False)]
-User = Annotated[str | None, typer.Option("--user", "-u", help="Name or number, with :group if wanted.")]
-Timeout = Annotated[float | None, typer.Option("--timeout", help="Seconds, then its processes are ended.")]
+Cwd = Annotated[
+    str | None, typer.Option("--cwd", "-w", metavar="DIR", help="Directory to run it in.", show_default=False)
+]
+Timeout = Annotated[float | None, typer.Option("--timeout", metavar="SECONDS", help="Then its processes are ended.")]
 Stdin = Annotated[bool, typer.Option("--stdin", "-i", help="Give it our standard input.")]
 Shell = Annotated[bool, typer.Option("--shell", "-c", help="COMMAND is text for a shell.")]
 Secrets = Annotated[
-    list[str] | None, typer.Option("--secret", help="As --env, but written nowhere. KEY takes it from here.")
+    list[str] | None,
+    typer.Option("--secret", metavar="KEY=VALUE", help="As --env, but written nowhere. KEY takes it from here."),
 ]
 
 
 def register(app: typer.Typer) -> None:
-    app.command(context_settings=_PASS_ON)(run)
-    app.command(name="exec", context_settings=_PASS_ON)(exec_)
-    app.command()(logs)
+    register_command(app, run, context_settings=_PASS_ON)
+    register_command(app, exec_, "exec", context_settings=_PASS_ON)
 
 
 def run(
@@ -72,10 +71,7 @@ def run(
     keep: Annotated[bool, typer.Option("--keep", help="Do not destroy the sandbox; say its id.")] = False,
     json: Json = False,
 ) -> None:
-    """Run a command in a sandbox of its own, and destroy that.
-
-    Example: dsec run -- python3 -c 'print(1 + 1)'
-    """
+    """Run a command in a sandbox of its own, and destroy that."""
 
     async def work() -> int:
         async with client() as c:
@@ -122,16 +118,14 @@ def exec_(
     session: Annotated[
         str | None,
         typer.Option(
+            metavar="NAME",
             help="In a lasting shell of this name; its directory, variables and user are those of its first command.",
             show_default=False,
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Run a command in a sandbox; its output is shown as it comes.
-
-    Example: dsec exec my-box -- make -j2 test
-    """
+    """Run a command in a sandbox; its output is shown as it comes."""
     if session is not None and (secrets or stdin or detach):
         raise typer.BadParameter("goes with none of --secret, --stdin and --detach", param_hint="--session")
 
@@ -170,7 +164,7 @@ async def _exec(sandbox: AsyncSandbox, command: str | list[str], *, stdin: bool,
     feeding = asyncio.create_task(_feed(process)) if stdin else None
     try:
         if not settings.json:
-            await _show(process, follow=True)
+            await _show(process)
         result = await process.wait()
     except BaseException:
         with contextlib.suppress(Exception):
@@ -240,12 +234,17 @@ def _daemon() -> Any:
     return Daemon()
 
 
-async def _show(process: AsyncProcess, *, follow: bool) -> None:
-    async with contextlib.aclosing(process.output(follow=follow)) as chunks:
+async def _show(process: AsyncProcess) -> None:
+    async with contextlib.aclosing(process.output()) as chunks:
         async for chunk in chunks:
-            stream = sys.stdout.buffer if chunk.stream == "stdout" else sys.stderr.buffer
-            stream.write(chunk.data)
-            stream.flush()
+            put_chunk(chunk)
+
+
+def put_chunk(chunk: Chunk) -> None:
+    """stdout on stdout, stderr on stderr, as the bytes that they are."""
+    stream = sys.stdout.buffer if chunk.stream == "stdout" else sys.stderr.buffer
+    stream.write(chunk.data)
+    stream.flush()
 
 
 def _told(sandbox: str, result: ExecResult) -> int:
@@ -285,48 +284,3 @@ def exit_status(result: ExecResult) -> int:
     if result.status == "signaled" and result.signal is not None:
         return 128 + result.signal
     return EXIT_PLATFORM
-
-
-def logs(
-    sandbox: SandboxName,
-    exec: Annotated[str | None, typer.Argument(help="Its id, or main; without it the commands are listed.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the command's end.")] = False,
-    json: Json = False,
-) -> None:
-    """Show the output of a command that was started before, or list a sandbox's commands."""
-
-    async def work() -> None:
-        async with client() as c:
-            found = await c.get(await find_id(c, sandbox))
-            if exec is None:
-                await _list_execs(found)
-                return
-            process = found.main if exec == "main" else await found.attach(exec)
-            if not settings.json:
-                await _show(process, follow=follow)
-                return
-            async with contextlib.aclosing(process.output(follow=follow)) as chunks:
-                async for chunk in chunks:
-                    put_json({"stream": chunk.stream, "offset": chunk.offset, "data": chunk.data, "text": chunk.text})
-
-    run_async(work())
-
-
-async def _list_execs(sandbox: AsyncSandbox) -> None:
-    import time
-
-    execs = await sandbox.execs()
-    if settings.json:
-        put_json(execs)
-        return
-    rows = [
-        (
-            e.id,
-            e.state if e.state == "running" else (e.cause or e.status or e.state),
-            "" if e.exit_code is None else str(e.exit_code),
-            age(time.time() - e.started_at),
-            e.command,
-        )
-        for e in execs
-    ]
-    table(("EXEC", "STATE", "CODE", "AGE", "COMMAND"), rows)

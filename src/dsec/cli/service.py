@@ -1,4 +1,4 @@
-"""`dsec up`, `dsec down`, `dsec doctor`: the service of this machine. What they do is in `dsec.serve`."""
+"""`dsec up`, `dsec down`: the service of this machine. What they do is in `dsec.serve`."""
 
 from __future__ import annotations
 
@@ -8,53 +8,84 @@ from typing import Annotated
 
 import typer
 
-from dsec.cli.console import Json, clean, client, put_json, run_async, say, settings, table
+from dsec.cli.console import Json, settings
+from dsec.cli.pages import command
 
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+Config = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Settings (default: DSEC_CONFIG, or /etc/dsec/dsec.toml where there is one)."),
+]
+RunDir = Annotated[str | None, typer.Option(metavar="DIR", help="For its socket; one service each.")]
+StateDir = Annotated[str | None, typer.Option(metavar="DIR", help="For environments, the journal and logs.")]
 
 
 def register(app: typer.Typer) -> None:
-    app.command(context_settings=_PASS_ON, add_help_option=False)(up)
-    app.command(context_settings=_PASS_ON, add_help_option=False)(down)
-    app.command()(doctor)
+    command(app, up)
+    command(app, down)
 
 
-def up(context: typer.Context) -> None:
-    """Start the service of this machine (`dsec up --help` shows its options)."""
-    _become("up", context.args)
-
-
-def down(context: typer.Context) -> None:
-    """Stop the service of this machine."""
-    _become("down", context.args)
-
-
-def _become(command: str, arguments: list[str]) -> None:
-    # The service belongs to another layer, which the command line does not import: it becomes that program.
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "dsec.serve", command, *arguments])
-
-
-def doctor(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also what is fine.")] = False, json: Json = False
+def up(
+    detach: Annotated[bool, typer.Option("--detach", help="Return when it answers, and leave it running.")] = False,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Also on TCP, where every request needs a token.")
+    ] = None,
+    tls_certificate: Annotated[str | None, typer.Option(metavar="FILE", help="With --listen: PEM.")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="With --tls-certificate: PEM.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let --listen go beyond loopback without TLS, on a network of yours.")
+    ] = False,
+    substrate: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="What it offers (default: container). May be repeated.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = None,
+    config: Config = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+    json: Json = False,
 ) -> None:
-    """Say what this machine can do, and what it lacks."""
-    from dsec.wire.records import DoctorReport
+    """Start the service of this machine: node and API in one process."""
+    arguments = ["--detach"] if detach else []
+    arguments += ["--insecure"] if insecure else []
+    arguments += [part for name in substrate or () for part in ("--substrate", name)]
+    _become(
+        "up",
+        arguments,
+        {
+            "--listen": listen,
+            "--tls-certificate": tls_certificate,
+            "--tls-key": tls_key,
+            "--log-level": log_level,
+            "--config": config,
+            "--run-dir": run_dir,
+            "--state-dir": state_dir,
+        },
+    )
 
-    async def ask() -> DoctorReport:
-        async with client() as c:
-            return await c.doctor()
 
-    report = run_async(ask())
-    if settings.json:
-        put_json(report)
-        return
-    for substrate, state in sorted(report.substrates.items()):
-        print(f"{substrate}: {clean(state)}")
-    shown = [f for f in report.findings if verbose or f.status != "ok"]
-    if shown:
-        table(("WHAT", "STATUS", "DETAIL"), [(f.what, f.status, f.detail) for f in shown])
-    for finding in shown:
-        if finding.hint:
-            say(f"{finding.what}: {clean(finding.hint)}")
-    say(f"dsec {report.version}, node {report.node}: {len(report.findings) - len(shown)} findings are fine")
+def down(
+    destroy: Annotated[
+        bool, typer.Option("--destroy", help="Destroy all sandboxes first; otherwise they run on.")
+    ] = False,
+    launcher: Annotated[
+        bool, typer.Option("--launcher", help="End dsec-launch although sandboxes run on: nobody notes their end then.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="To wait for its end.")] = 30.0,
+    config: Config = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    """Stop the service of this machine. Its sandboxes run on, and the next `dsec up` takes them over."""
+    arguments = ["--destroy"] if destroy else []
+    arguments += ["--launcher"] if launcher else []
+    given = {"--timeout": f"{timeout:g}", "--config": config, "--run-dir": run_dir, "--state-dir": state_dir}
+    _become("down", arguments, given)
+
+
+def _become(name: str, arguments: list[str], given: dict[str, str | None]) -> None:
+    # The service belongs to another layer, which the command line does not import: it becomes that program.
+    words = [*arguments, *(word for option, value in given.items() if value is not None for word in (option, value))]
+    words += ["--json"] if settings.json else []
+    words += ["--quiet"] if settings.quiet else []
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "dsec.serve", name, *words])

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsec.cli.console import SandboxName, client, find, run_async
+from dsec.cli.options import User
+from dsec.cli.pages import command as register_command
 from dsec.cli.processes import exit_status
 
 if TYPE_CHECKING:
@@ -22,14 +24,16 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(shell)
+    register_command(app, shell)
 
 
 def shell(
     sandbox: SandboxName,
     command: Annotated[str | None, typer.Argument(help="Instead of a login shell.", show_default=False)] = None,
-    user: Annotated[str | None, typer.Option("--user", "-u", show_default=False)] = None,
-    cwd: Annotated[str | None, typer.Option("--cwd", "-w", show_default=False)] = None,
+    user: User = None,
+    cwd: Annotated[
+        str | None, typer.Option("--cwd", "-w", metavar="DIR", help="Directory to begin in.", show_default=False)
+    ] = None,
 ) -> None:
     """Open an interactive shell. It ends with the shell; hanging up kills what runs in it."""
     from dsec.core.errors import InvalidArgumentError

@@ -8,16 +8,16 @@ from typing import Annotated
 import typer
 
 from dsec.cli.console import Json, age, client, put_json, run_async, say, settings, table
+from dsec.cli.pages import command
 
 app = typer.Typer(help="Tokens: who may call over the network.", no_args_is_help=True)
 
 
-@app.command()
 def create(
     principal: Annotated[str, typer.Argument(help="Who it is for, in your words.", show_default=False)],
-    project: Annotated[str, typer.Option(help="What it reaches.")] = "/",
-    right: Annotated[list[str] | None, typer.Option(help="read, use (default) or admin.")] = None,
-    ttl: Annotated[float | None, typer.Option(help="Seconds that it lives.", show_default=False)] = None,
+    project: Annotated[str, typer.Option(metavar="PATH", help="What it reaches: this project and those below.")] = "/",
+    right: Annotated[list[str] | None, typer.Option(metavar="RIGHT", help="read, use (default) or admin.")] = None,
+    ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="How long it lives.", show_default=False)] = None,
     json: Json = False,
 ) -> None:
     """Make a token. It is shown this once."""
@@ -34,7 +34,6 @@ def create(
     run_async(work())
 
 
-@app.command(name="ls")
 def list_(json: Json = False) -> None:
     """List the tokens, without their secrets."""
 
@@ -59,8 +58,10 @@ def list_(json: Json = False) -> None:
     run_async(work())
 
 
-@app.command()
-def rm(ids: Annotated[list[str], typer.Argument(metavar="ID…")], json: Json = False) -> None:
+def rm(
+    ids: Annotated[list[str], typer.Argument(metavar="ID…", help="Of tokens, as `dsec token ls` shows them.")],
+    json: Json = False,
+) -> None:
     """Revoke tokens, at once."""
 
     async def work() -> None:
@@ -73,3 +74,8 @@ def rm(ids: Annotated[list[str], typer.Argument(metavar="ID…")], json: Json = 
             put_json({"revoked": ids})
 
     run_async(work())
+
+
+command(app, create, of="token")
+command(app, list_, "ls", of="token")
+command(app, rm, of="token")

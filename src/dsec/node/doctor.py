@@ -86,15 +86,10 @@ async def _environments(node: Node) -> Finding:
 
 
 def of_environments(facts: StoreFacts | None) -> Finding:
-    if facts is None or facts.environments == 0:
-        return Finding(
-            what="environments",
-            status=DEGRADED,
-            detail="none yet",
-            hint="dsec env build base --debian",
-            need="needed",
-            cost="there is nothing that a sandbox could start from",
-        )
+    if facts is None:
+        return Finding(what="environments", status=OK, detail="this node has no store of them", need="optional")
+    if facts.environments == 0:
+        return no_environments()
     detail = f"{facts.environments} with {facts.layers} layers, {format_size(facts.layer_bytes)}, kept as {facts.kind}"
     if not facts.reason:
         return Finding(what="environments", status=OK, detail=detail, need="needed")
@@ -104,4 +99,15 @@ def of_environments(facts: StoreFacts | None) -> Finding:
         detail=f"{detail}: {facts.reason}",
         hint="apt install erofs-utils (1.8 or newer)" if "mkfs" in facts.reason else None,
         cost="layers take more room and files on the disk, and more memory",
+    )
+
+
+def no_environments() -> Finding:
+    return Finding(
+        what="environments",
+        status=DEGRADED,
+        detail="none yet",
+        hint="dsec env build base --debian",
+        need="needed",
+        cost="there is nothing that a sandbox could start from",
     )

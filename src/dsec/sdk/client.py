@@ -11,7 +11,16 @@ from functools import cache
 from typing import Any, Final, Self, Unpack
 
 from dsec.core import limits
-from dsec.core.errors import DsecError, GoneError, InvalidArgumentError, LimitError, ProtocolError, UnavailableError
+from dsec.core.errors import (
+    ConflictError,
+    DsecError,
+    GoneError,
+    InvalidArgumentError,
+    LimitError,
+    ProtocolError,
+    SandboxNotFoundError,
+    UnavailableError,
+)
 from dsec.core.ids import parse_sandbox_id
 from dsec.core.spec import Environment
 from dsec.core.states import ENDED
@@ -173,17 +182,39 @@ class AsyncClient:
         return AsyncCreated(index, error=_error_of(item.error))
 
     async def connect(self, id: str) -> AsyncSandbox:
-        """A sandbox that exists, by its id. Raises SandboxNotFoundError, or GoneError when it has ended."""
-        sandbox = await self.get(id)
-        info = sandbox.info
-        if info.state in ENDED:
-            raise GoneError(
-                f"sandbox {id} has ended: {info.cause or info.state}"
-                + (f" ({info.cause_detail})" if info.cause_detail else ""),
-                sandbox=id,
-                detail={"state": info.state, "cause": info.cause, "ended_at": info.ended_at},
-            )
+        """A sandbox that exists, by its id, or by its name while it lives.
+
+        Raises SandboxNotFoundError, GoneError when it has ended, ConflictError when several have the name.
+        """
+        sandbox = await self.get(id) if id.startswith("sbx_") else await self.find(id)
+        if sandbox.ended:
+            raise _gone(sandbox.info)
         return sandbox
+
+    async def find(self, name: str, *, ended: bool = False) -> AsyncSandbox:
+        """The sandbox of this name that lives; with `ended` also the one of this name that ended last.
+
+        Raises SandboxNotFoundError, GoneError when the only one has ended, ConflictError when several live.
+        """
+        live = await self.list(name=name, max_items=2)
+        if len(live) == 1:
+            return live[0]
+        if live:
+            raise ConflictError(f"several sandboxes are named {name[:80]!r}", hint="use the id: `dsec ls` shows it")
+        past = await self.list(name=name, states=tuple(ENDED))
+        if not past:
+            raise SandboxNotFoundError(f"there is no sandbox named {name[:80]!r}", hint=await self._meant(name))
+        last = max(past, key=lambda sandbox: sandbox.info.ended_at or 0.0)
+        if not ended:
+            raise _gone(last.info)
+        return last
+
+    async def _meant(self, name: str) -> str | None:
+        import difflib
+
+        names = [sandbox.name for sandbox in await self.list(max_items=1_000) if sandbox.name is not None]
+        near = difflib.get_close_matches(name, names, n=1)
+        return f"did you mean {near[0]}?" if near else None
 
     async def get(self, id: str) -> AsyncSandbox:
         """A sandbox by its id, also one that has ended within the last day. Raises SandboxNotFoundError."""
@@ -231,6 +262,15 @@ class AsyncClient:
 
 
 _MANY_MAX: Final = 1_000_000
+
+
+def _gone(info: SandboxInfo) -> GoneError:
+    return GoneError(
+        f"sandbox {info.id}{f' ({info.name})' if info.name else ''} has ended: {info.cause or info.state}"
+        + (f" ({info.cause_detail})" if info.cause_detail else ""),
+        sandbox=info.id,
+        detail={"state": info.state, "cause": info.cause, "ended_at": info.ended_at},
+    )
 
 
 def _key(given: str | None) -> str:

@@ -131,7 +131,10 @@ class AsyncSandbox:
 
     @classmethod
     async def connect(cls, id: str, *, client: AsyncClient | None = None) -> AsyncSandbox:
-        """A sandbox that exists, by its id. Raises SandboxNotFoundError, or GoneError when it has ended."""
+        """A sandbox that exists, by its id, or by its name while it lives.
+
+        Raises SandboxNotFoundError, GoneError when it has ended, ConflictError when several have the name.
+        """
         return await _client(client).connect(id)
 
     @classmethod

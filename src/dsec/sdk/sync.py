@@ -514,7 +514,10 @@ class Sandbox(Blocking[AsyncSandbox]):
 
     @classmethod
     def connect(cls, id: str, *, client: Client | None = None) -> Sandbox:
-        """A sandbox that exists, by its id. Raises SandboxNotFoundError, or GoneError when it has ended."""
+        """A sandbox that exists, by its id, or by its name while it lives.
+
+        Raises SandboxNotFoundError, GoneError when it has ended, ConflictError when several have the name.
+        """
         result: Sandbox = wrap(portal().run(AsyncSandbox.connect(id, client=unwrap(client))))
         return result
 
@@ -871,8 +874,19 @@ class Client(Blocking[AsyncClient]):
             yield wrap(item)
 
     def connect(self, id: str) -> Sandbox:
-        """A sandbox that exists, by its id. Raises SandboxNotFoundError, or GoneError when it has ended."""
+        """A sandbox that exists, by its id, or by its name while it lives.
+
+        Raises SandboxNotFoundError, GoneError when it has ended, ConflictError when several have the name.
+        """
         result: Sandbox = wrap(portal().run(self._async.connect(id)))
+        return result
+
+    def find(self, name: str, *, ended: bool = False) -> Sandbox:
+        """The sandbox of this name that lives; with `ended` also the one of this name that ended last.
+
+        Raises SandboxNotFoundError, GoneError when the only one has ended, ConflictError when several live.
+        """
+        result: Sandbox = wrap(portal().run(self._async.find(name, ended=ended)))
         return result
 
     def get(self, id: str) -> Sandbox:

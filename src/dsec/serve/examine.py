@@ -13,7 +13,7 @@ from dsec.core.errors import DsecError
 from dsec.core.ids import NodeId, new_node_id
 from dsec.core.spec import Substrate
 from dsec.image.environments import EnvironmentStore
-from dsec.node.doctor import of_backend, of_environments
+from dsec.node.doctor import no_environments, of_backend, of_environments
 from dsec.node.fingerprint import DEGRADED, OK, fingerprint
 from dsec.serve.config import ServeConfig
 from dsec.serve.lock import holder_of
@@ -70,7 +70,7 @@ def _backends(config: ServeConfig, node: NodeId, place: Path) -> dict[Substrate,
 
 async def _environments(state_dir: Path) -> Finding:
     if not (state_dir / "environments").is_dir() or not os.access(state_dir, os.R_OK | os.W_OK | os.X_OK):
-        return of_environments(None)
+        return no_environments()
     return of_environments(EnvironmentStore(state_dir).describe())
 
 

@@ -1,0 +1,41 @@
+"""What to try next, where an error does not say so itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from dsec.core.errors import DsecError
+
+# By the reason in `detail["code"]`, else by the error's own code.
+_NEXT: Final = {
+    "unavailable": "is the service running? `dsec up` starts this machine's, `dsec doctor` looks for what is wrong",
+    "sandbox_not_found": "`dsec ls` shows the sandboxes that live; other projects' are never shown",
+    "gone": "`dsec ls --all` shows what has ended, and why",
+    "environment_not_found": "`dsec env ls` shows what there is; `dsec env build base --debian` makes the usual one",
+    "command_not_found": "is it in the environment, and in PATH? `dsec shell SANDBOX` lets you look",
+    "not_executable": "`dsec exec SANDBOX ls -l PATH` shows its mode; scripts need a first line such as #!/bin/sh",
+    "invalid_argument": "`dsec help COMMAND` says what each option takes",
+    "limit_exceeded": "docs/reference/limits.md lists the bounds",
+    "path_not_found": "paths are the sandbox's own and absolute; `dsec exec SANDBOX ls PATH` shows what is there",
+    "file_error": "`dsec exec SANDBOX ls -ld PATH` shows owner and mode; --user acts as somebody else",
+    "exec_not_found": "`dsec logs SANDBOX` shows the commands on record",
+    "session_not_found": "the first command with --session NAME begins one",
+    "sandbox_state": "`dsec ls --all` shows its state; wait, or make a new one",
+    "conflict": "choose another name, or remove what has this one",
+    "unauthenticated": "pass --token, or set DSEC_TOKEN; `dsec token create NAME` on the service's machine makes one",
+    "forbidden": "ask the service's administrator for a token with the right for it (read, use, admin)",
+    "no_capacity": "`dsec top` shows what uses the room; `dsec rm` frees it",
+    "deadline_exceeded": "try again with a longer --timeout; `dsec top` shows how busy it is",
+    "launch_failed": "`dsec doctor` tries a container of its own; the service's log has the details",
+    "sandbox_fault": "the sandbox has failed: make a new one; `dsec ls --all` keeps its cause for a day",
+    "unsupported": "`dsec doctor -v` shows what this node can do",
+    "storage": "look at the disk of the service's state directory: `df -h`, `dsec doctor`",
+    "protocol": "are client and service of one version? `dsec doctor` compares them",
+}
+_DEFAULT: Final = "`dsec doctor` looks for what is wrong with this machine"
+
+
+def next_step(error: DsecError) -> str:
+    reason = str(error.detail.get("code"))
+    return error.hint or _NEXT.get(reason) or _NEXT.get(error.code) or _DEFAULT

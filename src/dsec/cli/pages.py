@@ -1,0 +1,203 @@
+"""What there is to say of each command beside its options: how it behaves, examples, JSON, exit status.
+
+`--help` shows the examples; `dsec help COMMAND`, the manual page and the reference show all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import typer
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    text: str = ""  # paragraphs, after the command's first sentence
+    examples: tuple[tuple[str, str], ...] = ()  # what is typed, what it does
+    json: str = ""  # what --json answers
+    exits: Mapping[int, str] = field(default_factory=dict)  # beside those of every command
+
+
+EXITS: Final = {
+    0: "done",
+    2: "wrong usage: nothing was done",
+    125: "dsec failed; the last line says what to try",
+    130: "Ctrl-C",
+}
+_OF_COMMANDS: Final = {
+    124: "--timeout ended the command",
+    126: "the program cannot be run",
+    127: "the program is not there",
+}
+_OF_SERVICE: Final = {1: "it cannot be done on this machine now; the error says why"}
+_RESULT: Final = (
+    "one object with sandbox, exec, status, exit_code, signal, cause, timed_out, stdout, stderr, truncated, gaps and "
+    "usage"
+)
+_SANDBOX: Final = "a Sandbox record"
+
+PAGES: Final[dict[str, Page]] = {
+    "up": Page(
+        "It answers at its socket and, with --listen, on TCP. In the foreground it logs to stderr until Ctrl-C; with "
+        "--detach it goes on by itself and logs to a file in its state directory.\n\n"
+        "The other commands start it, with default settings, when nobody answers at the local socket. Flags win over "
+        "DSEC_* variables, and those over the configuration file.",
+        (
+            ("dsec up --detach", "start it, and return when it answers"),
+            ("dsec up --listen 127.0.0.1:8080", "also on TCP; `dsec token create` makes the tokens"),
+        ),
+        "with --detach: pid, socket and log",
+        _OF_SERVICE,
+    ),
+    "down": Page(
+        "Requests under way get their grace. With --destroy all sandboxes are destroyed first, and everything that "
+        "outlives the service is removed. Nothing to stop is fine.",
+        (("dsec down", "stop it; sandboxes run on"), ("dsec down --destroy", "end everything")),
+        "pid (null: nothing ran), destroyed, sandboxes (that run on)",
+        _OF_SERVICE,
+    ),
+    "doctor": Page(
+        "When a service answers, it is asked. When none does, this machine is examined from outside and no service is "
+        "started; a container is made for trial where that is possible. Every lack is told with what it costs and how "
+        "to get it. Works without root and before anything is set up.",
+        (("dsec doctor", "the report"), ("dsec doctor -v", "with the details of what is fine")),
+        "a DoctorReport record: node, version, substrates, and findings of what, status (ok, degraded, missing), need "
+        "(needed, advised, optional), detail, cost and hint",
+        {1: "something needed is missing"},
+    ),
+    "run": Page(
+        "The sandbox is destroyed when the command has ended, however that comes, and after an hour without use if "
+        "this program is killed. Options come before the command; what follows it is its own.",
+        (
+            ("dsec run -- python3 -c 'print(1 + 1)'", "one command"),
+            ("dsec run --timeout 600 -c 'make && make test'", "text for a shell, with a time limit"),
+            ("tar c . | dsec run -i -c 'tar x && ls'", "with our standard input"),
+        ),
+        _RESULT,
+        _OF_COMMANDS,
+    ),
+    "exec": Page(
+        "Its output is shown as it comes, stdout on stdout and stderr on stderr. Ctrl-C kills it. With --detach it is "
+        "only started, and its id printed: `dsec logs` shows what it says. Options come before SANDBOX.",
+        (
+            ("dsec exec box -- make -j2 test", "arguments as they are"),
+            ("dsec exec -c box 'cd /work && ls | wc -l'", "text for a shell"),
+            ("dsec exec --session s -c box 'cd /work'", "in a lasting shell: the next command of s is in /work"),
+            ("dsec exec -d box sleep 100", "in the background"),
+        ),
+        _RESULT + "; with --detach sandbox and exec",
+        _OF_COMMANDS,
+    ),
+    "logs": Page(
+        "Without EXEC the sandbox's commands are listed. EXEC is an id, `main` for the environment's own program, or "
+        "`latest` for the one started last. Of an ended sandbox the output is there as long as its record is: a day, "
+        "or until the node needs the room. --follow goes on until the command ends; Ctrl-C ends only the looking.",
+        (
+            ("dsec logs box", "its commands"),
+            ("dsec logs box latest -f", "follow the last one"),
+            ("dsec logs box main --tail 20", "the last 20 lines"),
+            ("dsec logs box --since 10m", "the commands started in the last ten minutes"),
+        ),
+        "a list of ExecInfo records; with EXEC a line for each piece: stream, offset, data (base64) and text",
+    ),
+    "top": Page(
+        "One line for each sandbox that lives: processor use between two looks (100 is one core), memory, disk, "
+        "processes and running commands. It needs a terminal to go on; into a pipe, or with --once, it writes the "
+        "table once. q or Ctrl-C ends it.",
+        (
+            ("dsec top", "live, by processor use"),
+            ("dsec top --sort memory", "the largest first"),
+            ("dsec top --once --json", "for programs"),
+        ),
+        "a list of id, name, project, state, cpu_percent, memory_bytes, memory_limit_bytes, disk_used_bytes, pids, "
+        "execs_live and age_s; null: the host cannot tell",
+    ),
+    "shell": Page(
+        "All keys go to the sandbox, Ctrl-C too. It ends with the shell; when this terminal goes away, what runs in it "
+        "is hung up.",
+        (("dsec shell box", "a login shell"), ("dsec shell box vim", "something else on a terminal")),
+        "",
+        _OF_COMMANDS,
+    ),
+    "create": Page(
+        "It lives until `dsec rm`, or until --ttl-running or --ttl-idle is over. A name may be used wherever an id "
+        "may. What the node cannot do is refused; nothing weaker is chosen instead. Ctrl-C undoes it.",
+        (
+            ("dsec create base --name box", "a sandbox named box"),
+            ("dsec create base --memory 2GiB --cpu 2 --ttl-idle 600", "larger, and gone after ten idle minutes"),
+            ("dsec create postgres --start --ready-port 5432", "with the environment's own program"),
+        ),
+        _SANDBOX,
+    ),
+    "ls": Page(
+        "Those of your project and of projects below it. With --all also those that have ended within a day, with why.",
+        (("dsec ls", "what lives"), ("dsec ls -q --label run=7", "ids of some")),
+        f"a list of {_SANDBOX.removeprefix('a ')}s",
+    ),
+    "rm": Page(
+        "All that runs in it is killed, and its files are removed. One that has ended already is fine.",
+        (("dsec rm box", "by name"), ("dsec rm --label run=7", "by label"), ("dsec rm --all", "every one of yours")),
+        "destroyed: a list of ids",
+    ),
+    "cp": Page(
+        "As cp -r does: a file to a name or into a directory; of a directory its content. A broken connection is taken "
+        "up where it broke. What comes out of a sandbox is not trusted: what could land outside TARGET, devices and "
+        "pipes are left out, and named.",
+        (
+            ("dsec cp ./project box:/work", "in"),
+            ("dsec cp box:/work/report.xml .", "out"),
+        ),
+        "bytes, entries, and skipped: a list of names with reasons",
+    ),
+    "env build": Page(
+        "Exactly one of --debian, --directory, --tar and --oci says what from. Paths are read by the service. The same "
+        "request again is done at once. Needs the right admin.",
+        (
+            ("dsec env build base --debian", "the usual one: Python, git, bash, build tools"),
+            ("dsec env build tools --debian bash ripgrep", "named packages and what they need"),
+            ("dsec env build image --oci ./layout", "an OCI image layout directory"),
+        ),
+        "an EnvironmentInfo record",
+    ),
+    "env ls": Page("", (("dsec env ls", "what sandboxes may start from"),), "a list of EnvironmentInfo records"),
+    "env show": Page("", (("dsec env show base", "size, layers, program and user"),), "an EnvironmentInfo record"),
+    "env rm": Page("", (("dsec env rm tools", "the name, and layers that nothing uses"),), "removed: a list of names"),
+    "token create": Page(
+        "The token is printed, this once. Needs the right admin.",
+        (("dsec token create ci --project /team --ttl 86400", "for a day, for one project"),),
+        "token, and info: a TokenInfo record",
+    ),
+    "token ls": Page("", (("dsec token ls", "who may call"),), "a list of TokenInfo records"),
+    "token rm": Page(
+        "", (("dsec token rm tok_0123456789abcdef", "from the next request on"),), "revoked: a list of ids"
+    ),
+    "completion": Page(
+        "Prints a script that completes commands, options, sandboxes, environments and commands on record. It asks the "
+        "service, if one answers, for a second at most.",
+        (
+            ("dsec completion bash > /etc/bash_completion.d/dsec", "for all users of bash"),
+            ('dsec completion zsh > "${fpath[1]}/_dsec"', "for zsh"),
+            ("dsec completion fish > ~/.config/fish/completions/dsec.fish", "for fish"),
+        ),
+    ),
+    "help": Page("", (("dsec help exec", "all there is to say of a command"),)),
+}
+_PLACE: Final = "\b\n"  # what follows is shown as it is written
+
+
+def command(
+    app: typer.Typer, function: Callable[..., Any], name: str | None = None, *, of: str = "", **more: Any
+) -> None:
+    """Registers `function` as a command (of the group `of`), with its page's examples below its help."""
+    called = name or function.__name__
+    app.command(name=called, epilog=_epilog(f"{of} {called}".strip()), **more)(function)
+
+
+def _epilog(name: str) -> str:
+    width = max((len(typed) for typed, _ in PAGES[name].examples), default=0)
+    width = min(width, 48)
+    lines = [f"  {typed:<{width}}  {meaning}" for typed, meaning in PAGES[name].examples]
+    return "\n\n".join([_PLACE + "\n".join(["Examples:", *lines]), f"`dsec help {name}` says more."])
