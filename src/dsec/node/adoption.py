@@ -1,13 +1,20 @@
-"""After a restart: what the journal says of each sandbox, against what is still there. Takes over, or cleans up."""
+"""After a restart: what the journal says of each sandbox, against what is still there. Takes over, or cleans up.
+
+The node serves meanwhile. Listings show every sandbox as the journal has it; who asks for a single one waits until that
+one has had its turn, which comes next then.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 
+import msgspec
+
 from dsec.backends.base import Backend
-from dsec.core.errors import DsecError, GoneError, HostError
+from dsec.core.errors import DsecError, GoneError, HostError, UnavailableError
 from dsec.core.ids import SandboxId
 from dsec.core.spec import Substrate
 from dsec.core.states import EndCause, SandboxState
@@ -37,19 +44,60 @@ class Adoption:
         self._backends = backends
         self._environments = environments
         self._boot_id = boot_id
-        self._turn = asyncio.Semaphore(services.config.adopts_at_once_max)
+        self._left: OrderedDict[str, Supervisor] = OrderedDict()  # have not had their turn yet, in its order
+        self._done: dict[str, asyncio.Future[None]] = {}
 
-    async def run(self) -> None:
-        """Raises HostError when sandboxes of a substrate that is not offered are there: they must not be forgotten."""
+    def begin(self) -> None:
+        """All are known when it returns: a name stays taken, memory stays promised. The rest goes on beside requests.
+
+        Raises HostError when sandboxes of a substrate that is not offered are there: they must not be forgotten.
+        """
         rows = self._services.journal.sandboxes()
         self._check_backends(rows)
-        # All are known before any is waited for: a listing shows them, and a name stays taken.
-        taken = [(self._register(row), row) for row in rows]
-        async with asyncio.TaskGroup() as group:
-            for sandbox, row in taken:
-                group.create_task(self._one(sandbox, row))
+        for row in rows:
+            sandbox = self._register(row)
+            self._left[row.id] = sandbox
+            self._done[row.id] = asyncio.get_running_loop().create_future()
         if rows:
-            log.info("sandboxes taken over", found=len(rows), live=len(self._registry))
+            self._services.tasks.spawn(self._all(len(rows)))
+
+    async def settled(self, id: str) -> None:
+        """Returns once that sandbox has had its turn, whatever came of it. It is the next to have one.
+
+        Raises UnavailableError when the node stops before.
+        """
+        done = self._done.get(id)
+        if done is None:
+            return
+        if id in self._left:
+            self._left.move_to_end(id, last=False)
+        await asyncio.shield(done)
+
+    async def _all(self, found: int) -> None:
+        began = self._services.clock.monotonic_s()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(found, self._services.config.adopts_at_once_max)):
+                    group.create_task(self._some())
+        finally:
+            self._give_up()
+        took_s = self._services.clock.monotonic_s() - began
+        log.info("sandboxes taken over", found=found, live=len(self._registry), took_s=round(took_s, 3))
+
+    def _give_up(self) -> None:
+        """The node stops: whoever waits is told so."""
+        for done in self._done.values():
+            done.set_exception(UnavailableError("the node is stopping", hint="ask again once it is back"))
+            done.exception()  # it may be that nobody waits
+
+    async def _some(self) -> None:
+        while self._left:
+            id, sandbox = self._left.popitem(last=False)
+            try:
+                await self._one(sandbox)
+            except Exception as error:
+                log.error("a sandbox could be neither taken over nor ended", sandbox=id, exc_info=error)
+            self._done.pop(id).set_result(None)
 
     def _check_backends(self, rows: list[SandboxRow]) -> None:
         missing = {str(row.spec.substrate) for row in rows if row.spec.substrate not in self._backends}
@@ -60,21 +108,27 @@ class Adoption:
             )
 
     def _register(self, row: SandboxRow) -> Supervisor:
+        if row.boot_id != self._boot_id and row.state != SandboxState.DESTROYING:
+            # Nothing of it runs any more: a listing must not say that it does.
+            row = msgspec.structs.replace(
+                row,
+                state=str(SandboxState.DESTROYING),
+                end_cause=str(EndCause.NODE_REBOOTED),
+                end_detail="the machine was started again",
+            )
         sandbox = Supervisor(row, backend=self._backends[row.spec.substrate], services=self._services)
         self._registry.add(sandbox)
         return sandbox
 
-    async def _one(self, sandbox: Supervisor, row: SandboxRow) -> None:
-        async with self._turn:
-            state = SandboxState(row.state)
-            if row.boot_id != self._boot_id:
-                await _end(sandbox, EndCause.NODE_REBOOTED, "the machine was started again")
-            elif state is SandboxState.CREATING:
-                await sandbox.abandon("the node ended while it was being created")
-            elif state is SandboxState.DESTROYING:
-                await _end(sandbox, EndCause(row.end_cause or EndCause.DESTROYED), row.end_detail)
-            else:
-                await self._adopt(sandbox, row)
+    async def _one(self, sandbox: Supervisor) -> None:
+        row = sandbox.row
+        state = SandboxState(row.state)
+        if state is SandboxState.CREATING:
+            await sandbox.abandon("the node ended while it was being created")
+        elif state is SandboxState.DESTROYING:
+            await _end(sandbox, EndCause(row.end_cause or EndCause.DESTROYED), row.end_detail)
+        else:
+            await self._adopt(sandbox, row)
 
     async def _adopt(self, sandbox: Supervisor, row: SandboxRow) -> None:
         try:

@@ -47,7 +47,7 @@ class Node:
     """The sandboxes of one machine.
 
         node = Node(config, make_backends=make, environments=StoredEnvironments(store))
-        await node.start()          # takes over what an earlier process has left
+        await node.start()          # takes over what an earlier process has left, beside the first requests
         service = Service(node)     # what API and tests talk to
         await node.close()          # sandboxes that can run on do
 
@@ -78,6 +78,7 @@ class Node:
         self.backends: Mapping[Substrate, Backend] = {}
         self.journal: Journal
         self.creation: Creation
+        self.adoption: Adoption
         self._services: Services
         self._reaper: Reaper
 
@@ -118,7 +119,8 @@ class Node:
         )
         self.backends = self._make_backends(self.journal.node_id)
         self.creation = Creation(self._services, self.registry, self.backends, self.environments, self.room, boot)
-        await Adoption(self._services, self.registry, self.backends, self.environments, boot).run()
+        self.adoption = Adoption(self._services, self.registry, self.backends, self.environments, boot)
+        self.adoption.begin()
         await self._remove_strays()
         await self.journal.prune(self.clock.wall_s())
         self._reaper.start(self._tasks)
@@ -195,6 +197,12 @@ class Node:
         if node_of(parsed) != self.id:
             raise NodeRetiredError(f"the node of {id} has left, and its sandboxes with it", sandbox=id)
         raise _not_found(id)
+
+    async def settled(self, id: str, *, project: str | None) -> None:
+        """Returns once the sandbox, if it is the caller's, has been taken over from an earlier process, or ended."""
+        found = self.registry.find(id)
+        if found is not None and reaches(project, found.row.project):
+            await self.adoption.settled(id)
 
     def load(self) -> NodeLoad:
         config = self.config

@@ -98,6 +98,7 @@ class Service:
         request = unpack(body, found[0])
         try:
             async with asyncio.timeout(min(timeout_s, _CALL_TIMEOUT_S_MAX)):
+                await self._settled(request, caller)
                 return pack(await found[1](request, caller, key))
         except TimeoutError as error:
             raise DeadlineError(
@@ -121,12 +122,19 @@ class Service:
         check_rights(caller, method, self._node.clock)
         request = unpack(body, found[0])
         try:
+            await self._settled(request, caller)
             await found[1](request, caller, stream)
         except DsecError:
             raise
         except Exception:
             log.error("a stream failed in a way that it should not", method=str(method), exc_info=True)
             raise
+
+    async def _settled(self, request: Any, caller: Caller) -> None:
+        """After a restart: what is asked of one sandbox waits until that one has been taken over."""
+        id = request.id if isinstance(request, records.SandboxRef) else getattr(request, "sandbox", None)
+        if isinstance(id, str):
+            await self._node.settled(id, project=project_seen(caller))
 
     def _sandbox(self, id: str, caller: Caller) -> Supervisor:
         return self._node.find(id, project=project_seen(caller))
