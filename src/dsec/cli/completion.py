@@ -22,7 +22,8 @@ _SCRIPTS: Final = {
     "bash": """\
 _dsec_completion() {
     local IFS=$'\\n'
-    COMPREPLY=( $(COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD _DSEC_COMPLETE=complete_bash "$1" 2>/dev/null) )
+    COMPREPLY=( $(env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD \\
+        _DSEC_COMPLETE=complete_bash "$1" 2>/dev/null) )
 }
 complete -o default -F _dsec_completion dsec
 """,
@@ -125,7 +126,11 @@ def _connection() -> tuple[http.client.HTTPConnection, dict[str, str]]:
         connection = http.client.HTTPConnection("dsec", timeout=_TIMEOUT_S)
         connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.sock.settimeout(_TIMEOUT_S)
-        connection.sock.connect(os.fspath(endpoint.socket))
+        try:
+            connection.sock.connect(os.fspath(endpoint.socket))
+        except BaseException:
+            connection.close()
+            raise
         return connection, headers
     parts = urlsplit(endpoint.base)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection

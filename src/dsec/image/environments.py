@@ -281,12 +281,13 @@ class EnvironmentStore:
 
     def _unknown(self, name: str) -> EnvironmentNotFoundError:
         names = self.names()
-        near = difflib.get_close_matches(name, names, n=3) or names[:5]
-        known = f"there are {', '.join(near)}; " if near else "there are none yet; "
-        return EnvironmentNotFoundError(
-            f"no environment {name!r} on this node",
-            hint=f"{known}make it with: dsec env build {name} --debian PACKAGE…",
-        )
+        if near := difflib.get_close_matches(name, names, n=1):
+            hint = f"did you mean {near[0]}? `dsec env ls` shows all"
+        elif names:
+            hint = f"there are {', '.join(names[:5])}; make it with: dsec env build {name} --debian"
+        else:
+            hint = f"there are none yet; make it with: dsec env build {name} --debian"
+        return EnvironmentNotFoundError(f"no environment {name!r} on this node", hint=hint)
 
 
 def environment_info(name: str, layers: LayerStore, built: BuildRecord, *, created_at: float) -> EnvironmentInfo:
