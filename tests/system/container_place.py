@@ -162,7 +162,10 @@ class Place:
         config = self.directory / "dsec.toml"
         node = {"disk_free_bytes_min": 0, **self.settings.get("node", {})}
         lines = ["[container]", f'id_dir = "{self.ids}"', f'cgroup_parent = "{self.name}"', "[node]"]
-        lines += [f"{name} = {value!r}" for name, value in node.items()]
+        lines += [f"{name} = {value!r}" for name, value in node.items() if not isinstance(value, dict)]
+        for name, table in node.items():
+            if isinstance(table, dict):
+                lines += [f"[node.{name}]", *(f"{key} = {value!r}" for key, value in table.items())]
         config.write_text("\n".join(lines))
         command = [sys.executable, "-m", "dsec.serve", "up", "--config", str(config)]
         with self.log.open("ab") as log:

@@ -12,6 +12,7 @@ GIB: Final = 1024 * MIB
 FRAME_BYTES_MAX: Final = 1 * MIB  # one frame, header after the length included: bounds a reader's buffer
 DATA_BYTES_MAX: Final = 256 * KIB  # payload of one DATA frame: keeps streams interleaved
 CREDIT_INITIAL_BYTES: Final = 256 * KIB  # what a sender may send on a new stream before it is granted more
+DOWNLOAD_WINDOW_BYTES: Final = 512 * KIB  # of one file on its way out of a sandbox: two frames, so that neither side waits
 STREAMS_MAX: Final = 4096  # open streams on one agent channel
 PREAMBLE_SCAN_BYTES_MAX: Final = 2 * MIB  # discarded before the echoed marker; more than a lost channel has in flight
 PREAMBLE_TIMEOUT_S: Final = 5.0  # an agent that is up echoes at once; a paused or dead one must not hold the caller
@@ -67,6 +68,8 @@ LOWERS_MAX: Final = 64  # layers below one overlay; each is a descriptor in the 
 
 # Node
 SANDBOXES_PER_NODE_MAX: Final = 4_000  # id ranges of one host: 4,096 slots, a margin kept
+WARM_SPARES_MAX: Final = 96  # the margin of id ranges beside the sandboxes
+WARM_SHAPES_MAX: Final = 64  # that the node keeps count of; the one that was asked for longest ago goes first
 TOMBSTONE_TTL_S: Final = 86_400.0  # a day; how long the end of a sandbox can be asked for
 TOMBSTONES_MAX: Final = 100_000  # rows in the journal of a node; the oldest go first
 MEMORY_AVAILABLE_BYTES_MIN: Final = 512 * MIB  # below it the node refuses creates: what runs may still grow
@@ -106,6 +109,7 @@ URL_BYTES_MAX: Final = 32 * KIB  # two paths of 4,095 bytes, every byte percent-
 QUERY_ITEMS_MAX: Final = 128  # parameters of one query: every label and a state each
 HEAD_TIMEOUT_S: Final = 15.0  # from a request's first byte (or the connection) to the end of its headers
 BODY_IDLE_S: Final = 60.0  # without a byte of a request's body that is not complete
+INBOX_BYTES_HIGH: Final = 64 * KIB  # of a request's body that nobody has taken; then the connection is not read
 WRITE_STALL_S: Final = 600.0  # a client that takes nothing of its answer for so long is cut off
 KEEP_ALIVE_S: Final = 75.0  # an idle connection; above what clients' pools assume
 CONNECTIONS_MAX: Final = 8_192  # of one API process, each a descriptor and some 40 KiB; beyond it 503

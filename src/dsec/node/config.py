@@ -11,6 +11,27 @@ from dsec.core.spec import Substrate
 
 
 @dataclass(frozen=True, slots=True)
+class WarmConfig:
+    """Spares: instances made ahead for shapes that have been asked for twice. A shape is an environment's revision with
+    what cannot be changed afterwards: memory, disk, network and privilege_gain."""
+
+    spares_max: int = 0  # of all shapes together; 0: none are made
+    low: int = 2  # of a shape that is in use
+    high: int = 16  # of one for which creates have found none left; it falls back by halves
+    memory_bytes_max: int = 256 * limits.MIB  # that all of them take; left free besides, or they go
+    age_s_max: float = 3_600.0  # then one is made anew
+    idle_s: float = 600.0  # without a create of a shape, its spares go
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.spares_max <= limits.WARM_SPARES_MAX:
+            raise InvalidArgumentError(f"spares_max must be between 0 and {limits.WARM_SPARES_MAX}")
+        if not 1 <= self.low <= self.high:
+            raise InvalidArgumentError("low must be at least 1, and high at least low")
+        if self.memory_bytes_max < 0 or self.age_s_max <= 0 or self.idle_s <= 0:
+            raise InvalidArgumentError("memory_bytes_max must not be negative, age_s_max and idle_s must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class NodeConfig:
     """`state_dir` outlives a restart of the host, `run_dir` does not. Both belong to one node."""
 
@@ -27,6 +48,7 @@ class NodeConfig:
     pause_deadline_s: float = 10.0
     creates_at_once_max: int = 64  # beyond, they wait their turn: a burst must not starve what runs
     adopts_at_once_max: int = 32
+    warm: WarmConfig = WarmConfig()
 
     def __post_init__(self) -> None:
         if not 1 <= self.sandboxes_max <= limits.SANDBOXES_PER_NODE_MAX:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from dsec.backends.base import Backend, InstanceSpec
+from dsec.backends.base import Backend, Instance, InstanceSpec
 from dsec.core import limits
 from dsec.core.errors import (
     CapacityError,
@@ -35,8 +35,10 @@ from dsec.node.services import Services
 from dsec.node.startup import Readiness, main_request
 from dsec.node.supervisor import Supervisor
 from dsec.node.tasks import result_of
+from dsec.node.warmpool import Spare, WarmPool
 from dsec.observe import metrics
 from dsec.observe.logs import get_logger
+from dsec.wire import agent
 from dsec.wire.codec import pack
 from dsec.wire.node import Caller
 from dsec.wire.records import CreateRequest, ExecRequest, Sandbox
@@ -62,8 +64,10 @@ class Creation:
         environments: Environments,
         room: Callable[[], Room],
         boot_id: str,
+        warm: WarmPool,
     ) -> None:
         self._services = services
+        self._warm = warm
         self._registry = registry
         self._backends = backends
         self._environments = environments
@@ -206,21 +210,25 @@ class Creation:
         async def intend(record: bytes) -> None:
             await sandbox.intend(record, key)
 
+        def create_ms() -> float:
+            return (self._services.clock.monotonic_s() - started) * 1000
+
         try:
             async with asyncio.timeout(left_s()):
                 async with self._turn:
-                    step = "environment"
-                    resolved = await self._environments.acquire(sandbox.row.spec.environment)
-                    sandbox.settle(resolved)
-                    program = main_request(sandbox.id, sandbox.row.spec, resolved)
-                    step = "backend"
-                    instance = await backend.create(
-                        _instance_spec(sandbox, resolved, self._services.journal.node_id),
-                        intend=intend,
-                        deadline_s=max(left_s(), 0.001),
-                    )
-                    step = "hello"
-                    await sandbox.begin(instance, deadline_s=left_s())
+                    with self._alone():
+                        step = "environment"
+                        resolved = await self._environments.acquire(sandbox.row.spec.environment)
+                        sandbox.settle(resolved)
+                        program = main_request(sandbox.id, sandbox.row.spec, resolved)
+                        wanted = _instance_spec(sandbox, resolved, self._services.journal.node_id)
+                        step = "claim"
+                        done_ms = create_ms if program is None else None
+                        if not await self._claim(sandbox, backend, wanted, key, done_ms):
+                            step = "backend"
+                            instance = await backend.create(wanted, intend=intend, deadline_s=max(left_s(), 0.001))
+                            step = "hello"
+                            await sandbox.begin(instance, deadline_s=left_s())
                 if program is not None:  # others have their turn while this one waits
                     step = "start"
                     main = await _start(sandbox, program)
@@ -228,7 +236,7 @@ class Creation:
                     if sandbox.row.spec.ready is not None:
                         await Readiness(sandbox.row.spec.ready, main, sandbox.client).wait(sandbox.id)
                 step = "journal"
-                await sandbox.created((self._services.clock.monotonic_s() - started) * 1000)
+                await sandbox.created(create_ms())
         except BaseException as error:
             # Release survives cancellation: it is a task of the node, and waited for.
             removal = self._services.tasks.spawn(sandbox.abandon(f"{step}: {error}"), awaited=True, finishes=True)
@@ -236,6 +244,70 @@ class Creation:
             if isinstance(error, asyncio.CancelledError):
                 raise
             raise _launch_error(sandbox.id, step, error, clean=clean) from error
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Spares are made when no create is under way."""
+        self._warm.begin()
+        try:
+            yield
+        finally:
+            self._warm.finish()
+
+    async def _claim(
+        self,
+        sandbox: Supervisor,
+        backend: Backend,
+        wanted: InstanceSpec,
+        key: KeyRow | None,
+        done_ms: Callable[[], float] | None,
+    ) -> bool:
+        """A spare becomes the sandbox. False when there is none, or it is of no use: nothing has been written then."""
+        spare = self._warm.take(backend, wanted)
+        if spare is None:
+            return False
+        try:
+            instance = await _claimed(spare, backend, wanted)
+        except DsecError as error:
+            log.warning("a spare could not be claimed", sandbox=sandbox.id, spare=spare.id, error=str(error))
+            self._warm.give_up(spare)
+            return False
+        except BaseException:
+            self._warm.give_up(spare)
+            raise
+        try:
+            await sandbox.begin_claimed(
+                instance, spare.client, spare=spare.id, key=key, create_ms=None if done_ms is None else done_ms()
+            )
+        except BaseException:
+            # It goes with the sandbox now.
+            self._services.tasks.spawn(self._services.journal.forget_spare(spare.id), awaited=True, finishes=True)
+            raise
+        finally:
+            self._warm.let_go(spare)
+        return True
+
+
+async def _claimed(spare: Spare, backend: Backend, wanted: InstanceSpec) -> Instance:
+    """Launcher and agent are told at the same time. Both have answered, or failed, when it returns or raises."""
+    told = agent.ClaimArgs(
+        sandbox=wanted.id,
+        env={_bytes(key): _bytes(value) for key, value in wanted.env.items()},
+        user=wanted.user,
+        workdir=None if wanted.workdir is None else _bytes(wanted.workdir),
+    )
+    instance, answered = await asyncio.gather(
+        backend.claim(spare.instance, wanted), spare.client.claim(told), return_exceptions=True
+    )
+    for result in (instance, answered):
+        if isinstance(result, BaseException):
+            raise result
+    assert not isinstance(instance, BaseException)
+    return instance
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
 
 
 async def _finished(task: asyncio.Task[bool]) -> bool:

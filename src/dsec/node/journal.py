@@ -20,7 +20,7 @@ from dsec.core import limits
 from dsec.core.errors import DsecError, HostError, StorageError
 from dsec.core.faults import fault_point
 from dsec.core.ids import NodeId, new_node_id, parse_node_id
-from dsec.node.rows import KeyRow, SandboxRow, Tombstone
+from dsec.node.rows import KeyRow, SandboxRow, SpareRow, Tombstone
 from dsec.wire.codec import pack, unpack
 
 SCHEMA_VERSION: Final = 1
@@ -36,6 +36,7 @@ CREATE INDEX IF NOT EXISTS keys_at ON keys (at);
 CREATE TABLE IF NOT EXISTS tombstones (
     id TEXT PRIMARY KEY, created_at REAL NOT NULL, ended_at REAL NOT NULL, body BLOB NOT NULL
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS spares (id TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS tombstones_created ON tombstones (created_at, id);
 CREATE INDEX IF NOT EXISTS tombstones_ended ON tombstones (ended_at);
 """
@@ -85,13 +86,31 @@ class Journal:
 
         def write(db: sqlite3.Connection) -> None:
             _put_row(db, row)
-            if key is not None:
-                db.execute(
-                    "INSERT OR REPLACE INTO keys (project, key, at, body) VALUES (?, ?, ?, ?)",
-                    (key.project, key.key, key.at, pack(key)),
-                )
+            _put_key(db, key)
 
         await self._submit(write, durable=True)
+
+    async def intend_spare(self, row: SpareRow) -> None:
+        """Durable, as any instance that is about to be."""
+
+        def write(db: sqlite3.Connection) -> None:
+            db.execute("INSERT OR REPLACE INTO spares (id, body) VALUES (?, ?)", (row.id, pack(row)))
+
+        await self._submit(write, durable=True)
+
+    async def claim(self, spare: str, row: SandboxRow, key: KeyRow | None) -> None:
+        """Kept: the spare is the sandbox's instance from here on, or still a spare; never both, never neither."""
+
+        def write(db: sqlite3.Connection) -> None:
+            _drop_spare(db, spare)
+            _put_row(db, row)
+            _put_key(db, key)
+
+        await self._submit(write, durable=False)
+
+    async def forget_spare(self, id: str) -> None:
+        """Kept: nothing of it is left."""
+        await self._submit(lambda db: _drop_spare(db, id), durable=False)
 
     async def put(self, row: SandboxRow) -> None:
         """Kept: the row as it is now."""
@@ -135,6 +154,9 @@ class Journal:
 
     def sandboxes(self) -> list[SandboxRow]:
         return [unpack(body, SandboxRow) for (body,) in self._read("SELECT body FROM sandboxes", ())]
+
+    def spares(self) -> list[SpareRow]:
+        return [unpack(body, SpareRow) for (body,) in self._read("SELECT body FROM spares", ())]
 
     def key(self, project: str, key: str) -> KeyRow | None:
         found = self._read("SELECT body FROM keys WHERE project = ? AND key = ?", (project, key))
@@ -285,6 +307,18 @@ def _minted_id(db: sqlite3.Connection) -> NodeId:
 
 def _put_row(db: sqlite3.Connection, row: SandboxRow) -> None:
     db.execute("INSERT OR REPLACE INTO sandboxes (id, body) VALUES (?, ?)", (row.id, pack(row)))
+
+
+def _put_key(db: sqlite3.Connection, key: KeyRow | None) -> None:
+    if key is not None:
+        db.execute(
+            "INSERT OR REPLACE INTO keys (project, key, at, body) VALUES (?, ?, ?, ?)",
+            (key.project, key.key, key.at, pack(key)),
+        )
+
+
+def _drop_spare(db: sqlite3.Connection, id: str) -> None:
+    db.execute("DELETE FROM spares WHERE id = ?", (id,))
 
 
 def _drop_oldest(db: sqlite3.Connection, table: str, column: str, keep: int) -> None:

@@ -47,6 +47,14 @@ class AgentLink:
         self._keeper = asyncio.get_running_loop().create_task(self._keep(client))
         return client
 
+    def take(self, client: AgentClient) -> None:
+        """A channel that is open already, as the first. Raises SandboxFaultError when it is another agent's."""
+        self._check_same_agent(client.hello)
+        self._on_hello(client)
+        self._client = client
+        self._changed.set()
+        self._keeper = asyncio.get_running_loop().create_task(self._keep(client))
+
     async def client(self) -> AgentClient:
         """The open channel; waits while it is being opened again. Raises once it is given up."""
         while True:

@@ -30,6 +30,7 @@ from dsec.node.services import Services, Sleep
 from dsec.node.supervisor import Supervisor
 from dsec.node.tasks import Tasks
 from dsec.node.view import gone_error
+from dsec.node.warmpool import WarmPool
 from dsec.observe.logs import get_logger
 from dsec.storage.space import free_bytes
 from dsec.wire.records import NodeLoad
@@ -79,6 +80,7 @@ class Node:
         self.journal: Journal
         self.creation: Creation
         self.adoption: Adoption
+        self.warm: WarmPool
         self._services: Services
         self._reaper: Reaper
 
@@ -118,12 +120,17 @@ class Node:
             has_room=self._has_room_for_records,
         )
         self.backends = self._make_backends(self.journal.node_id)
-        self.creation = Creation(self._services, self.registry, self.backends, self.environments, self.room, boot)
+        self.warm = WarmPool(self._services, self.backends.__getitem__, self.environments, self.room, boot)
+        self.creation = Creation(
+            self._services, self.registry, self.backends, self.environments, self.room, boot, self.warm
+        )
         self.adoption = Adoption(self._services, self.registry, self.backends, self.environments, boot)
         self.adoption.begin()
+        self.warm.discard_left()
         await self._remove_strays()
         await self.journal.prune(self.clock.wall_s())
         self._reaper.start(self._tasks)
+        self.warm.start()
         self._tasks.spawn(self._housekeep())
         self._tasks.spawn(self._tidy_environments())
         self.started_at = self.clock.wall_s()
@@ -135,6 +142,8 @@ class Node:
         self._closed = True
         if hasattr(self, "_services"):
             await self._leave_sandboxes()
+        if hasattr(self, "warm"):
+            await self.warm.close()
         await self._tasks.close()
         for backend in self.backends.values():
             with suppress(DsecError):
@@ -268,6 +277,7 @@ class Node:
         pruned_at = self.clock.monotonic_s()
         while True:
             await self._sleep(_SAMPLE_EVERY_S)
+            await self.warm.relieve()
             for sandbox in self.registry:
                 await sandbox.sample()
             if self.clock.monotonic_s() - pruned_at >= _PRUNE_EVERY_S:

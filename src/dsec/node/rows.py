@@ -42,6 +42,16 @@ class SandboxRow(msgspec.Struct, frozen=True, kw_only=True):
     end_detail: str | None = None
 
 
+class SpareRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance that is nobody's yet."""
+
+    version: int = ROW_VERSION
+    id: str
+    substrate: str
+    boot_id: str
+    record: bytes
+
+
 class KeyRow(msgspec.Struct, frozen=True, kw_only=True):
     """An idempotency key, and the sandbox that its request gave."""
 

@@ -322,6 +322,7 @@ class Service:
 
     async def _environment_remove(self, request: EnvironmentRef, caller: Caller, _: str | None) -> Done:
         live = {digest for sandbox in self._node.registry for digest in sandbox.row.layers}
+        await self._node.warm.drop((await self._node.environments.get(request.name)).layers)
         await self._node.environments.remove(request.name, live=live)
         await self._node.let_layers_go()
         return Done()

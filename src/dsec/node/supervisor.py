@@ -109,6 +109,23 @@ class Supervisor:
         await self._open_link().open(timeout_s=deadline_s)
         self._watch(instance)
 
+    async def begin_claimed(
+        self, instance: Instance, client: AgentClient, *, spare: str, key: KeyRow | None, create_ms: float | None
+    ) -> None:
+        """A spare is this sandbox's from here on, whatever happens: running if `create_ms` says that nothing is left to
+        be done. One write, since nothing of a caller has run before it. Raises StorageError and SandboxFaultError."""
+        self.instance = instance
+        self.row = msgspec.structs.replace(self.row, record=instance.record)
+        self._make_link(instance)
+        self._open_link().take(client)
+        row = self.row
+        if create_ms is not None:
+            row = msgspec.structs.replace(row, state=str(SandboxState.RUNNING), create_ms=create_ms)
+        await self._services.journal.claim(spare, row, key)
+        if create_ms is not None:
+            self._set(SandboxState.RUNNING, create_ms=create_ms)
+        self._watch(instance)
+
     async def take_over(self, instance: Instance) -> None:
         """An adopted instance: its execs are followed again from where their records end."""
         self.instance = instance
@@ -149,7 +166,8 @@ class Supervisor:
         return await self._desk.start(request, request_hash(request))
 
     async def created(self, create_ms: float) -> None:
-        await self.move(SandboxState.RUNNING, create_ms=create_ms)
+        if self.state is not SandboxState.RUNNING:
+            await self.move(SandboxState.RUNNING, create_ms=create_ms)
         self.lifetime.touch()
         self.arm()
 

@@ -29,6 +29,16 @@ CREATE_SECONDS: Final = Histogram(
     buckets=_CREATE_BUCKETS_S,
     registry=REGISTRY,
 )
+WARM_SPARES: Final = Gauge("dsec_warm_spares", "Spares that wait to be claimed.", ["substrate"], registry=REGISTRY)
+WARM_HITS: Final = Counter(
+    "dsec_warm_hits_total", "Creates that found a spare of their shape.", ["substrate"], registry=REGISTRY
+)
+WARM_MISSES: Final = Counter(
+    "dsec_warm_misses_total", "Creates that found no spare, where spares are made.", ["substrate"], registry=REGISTRY
+)
+WARM_FAILURES: Final = Counter(
+    "dsec_warm_failures_total", "Spares that could not be made.", ["substrate"], registry=REGISTRY
+)
 ENDS: Final = Counter(
     "dsec_ends_total", "Sandboxes that have ended, by cause.", ["substrate", "cause"], registry=REGISTRY
 )

@@ -16,7 +16,7 @@ from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.spec import Substrate
 from dsec.core.units import parse_size
-from dsec.node.config import NodeConfig
+from dsec.node.config import NodeConfig, WarmConfig
 from dsec.observe.logs import LEVELS
 from dsec.serve.settings import check_names, in_place
 from dsec.wire.api import DEFAULT_SOCKET_NAME, RUN_DIR_ROOT, STATE_DIR_ROOT
@@ -63,6 +63,27 @@ class ApiConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return TcpAddress(found["v6"] or found["host"], int(found["port"]))
 
 
+class WarmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`dsec.node.config` says what each is for."""
+
+    spares_max: int = 0
+    low: int = 2
+    high: int = 16
+    memory_bytes_max: int | str = 256 * limits.MIB
+    age_s_max: float = 3_600.0
+    idle_s: float = 600.0
+
+    def config(self) -> WarmConfig:
+        return WarmConfig(
+            spares_max=self.spares_max,
+            low=self.low,
+            high=self.high,
+            memory_bytes_max=parse_size(self.memory_bytes_max, "memory_bytes_max"),
+            age_s_max=self.age_s_max,
+            idle_s=self.idle_s,
+        )
+
+
 class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sizes also as text such as "4GiB". `dsec.node.config` says what each is for."""
 
@@ -74,6 +95,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     records_bytes_max: int | str = limits.RECORDS_BYTES_MAX
     pause_deadline_s: float = 10.0
     creates_at_once_max: int = 64
+    warm: WarmSettings = WarmSettings()
 
     def __post_init__(self) -> None:
         if not self.substrates:
@@ -91,6 +113,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             records_bytes_max=parse_size(self.records_bytes_max, "records_bytes_max"),
             pause_deadline_s=self.pause_deadline_s,
             creates_at_once_max=self.creates_at_once_max,
+            warm=self.warm.config(),
         )
 
 
