@@ -1,4 +1,4 @@
-"""`dsec logs`: what commands said, now or before, also those of a sandbox that has ended."""
+"""`dsec logs`: what commands say, and said before."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dsec.cli.pages import command
 from dsec.cli.processes import put_chunk
 
 if TYPE_CHECKING:
+    from dsec.core.errors import GoneError
     from dsec.sdk.process import AsyncProcess
     from dsec.sdk.results import Chunk
     from dsec.sdk.sandbox import AsyncSandbox
@@ -57,6 +58,8 @@ def logs(
     async def work() -> None:
         async with client() as c:
             found = await (c.get(sandbox) if sandbox.startswith("sbx_") else c.find(sandbox, ended=True))
+            if found.ended:
+                raise _gone(found)
             if exec is None and not follow and tail is None:
                 _list(await _execs(found, began))
                 return
@@ -64,6 +67,17 @@ def logs(
             await _show(found, process, follow=follow, tail=tail)
 
     run_async(work())
+
+
+def _gone(sandbox: AsyncSandbox) -> GoneError:
+    from dsec.core.errors import GoneError
+
+    info = sandbox.info
+    return GoneError(
+        f"sandbox {info.id} has ended: {info.cause or info.state}",
+        sandbox=info.id,
+        hint="what commands said goes with its sandbox: follow it (-f), or copy it out, while the sandbox lives",
+    )
 
 
 def _seconds(text: str) -> float:
@@ -88,7 +102,7 @@ async def _process(sandbox: AsyncSandbox, exec: str, began: float | None) -> Asy
     if not found:
         raise ExecNotFoundError(
             f"{sandbox.id} has no command on record" + ("" if began is None else " that was started since"),
-            hint="`dsec exec` starts one; records are kept for a day after the sandbox's end",
+            hint="`dsec exec` starts one; old records make room for new ones",
         )
     return await sandbox.attach(max(found, key=lambda info: info.started_at).id)
 

@@ -89,7 +89,7 @@ def main() -> None:
     from dsec.core.errors import DsecError
 
     try:
-        app()
+        app(prog_name="dsec")  # also as `python -m dsec`
     except DsecError as error:
         fail(error)
         raise SystemExit(_STATUS.get(str(error.detail.get("code")), EXIT_PLATFORM)) from None

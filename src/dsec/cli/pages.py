@@ -93,8 +93,8 @@ PAGES: Final[dict[str, Page]] = {
     ),
     "logs": Page(
         "Without EXEC the sandbox's commands are listed. EXEC is an id, `main` for the environment's own program, or "
-        "`latest` for the one started last. Of an ended sandbox the output is there as long as its record is: a day, "
-        "or until the node needs the room. --follow goes on until the command ends; Ctrl-C ends only the looking.",
+        "`latest` for the one started last. Old records make room for new ones, and all go with their sandbox. "
+        "--follow goes on until the command ends; Ctrl-C ends only the looking.",
         (
             ("dsec logs box", "its commands"),
             ("dsec logs box latest -f", "follow the last one"),

@@ -26,7 +26,7 @@ def check_names(tables: Mapping[str, Any], kind: type[msgspec.Struct], where: st
             continue
         if not isinstance(value, dict):
             raise InvalidArgumentError(f"{where}: {name} is a table", hint=f"write [{name}] and its settings below it")
-        check_names(value, kinds[name], where, name)
+        check_names(value, kinds[name], where, f"{table}.{name}" if table else name)
 
 
 def _strange(name: str, kind: type[msgspec.Struct], where: str, table: str) -> str:
