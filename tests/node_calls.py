@@ -11,7 +11,7 @@ from dsec.core.spec import Substrate
 from dsec.testing.nodes import FAKE_SPEC, NodeClient
 from dsec.wire import records
 from dsec.wire.codec import pack
-from dsec.wire.frames import Frame, FrameType, decode_data
+from dsec.wire.frames import Frame, FrameType, data_of
 from dsec.wire.node import (
     Done,
     ExecStart,
@@ -59,6 +59,6 @@ def output_of(frames: list[Frame]) -> dict[int, bytes]:
     found = {1: b"", 2: b""}
     for frame in frames:
         if frame.type == FrameType.DATA:
-            data = decode_data(frame.body)
+            data = data_of(frame)
             found[data.channel] += data.payload
     return found

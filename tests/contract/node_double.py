@@ -14,7 +14,7 @@ from dsec.core.ids import NodeId, new_sandbox_id
 from dsec.wire import agent
 from dsec.wire.codec import pack, unpack
 from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo, EnvironmentPage
-from dsec.wire.frames import Channel, Frame, FrameType, decode_data, encode_data
+from dsec.wire.frames import Channel, Frame, FrameType, data_of, encode_data
 from dsec.wire.node import (
     AGENT_ARGS,
     Caller,
@@ -299,7 +299,7 @@ class NodeDouble:
             if frame.type == FrameType.END:
                 await stream.send(Frame(FrameType.END, 0, pack(_info(query.exec, query.sandbox))))
                 return
-            await stream.send(data_frame(decode_data(frame.body).payload.upper()))
+            await stream.send(data_frame(data_of(frame).payload.upper()))
 
     async def _stream_file_read(self, body: bytes, stream: Stream, caller: Caller) -> None:
         args = self._file_args(Method.FILE_READ, body, caller)
@@ -329,7 +329,7 @@ class NodeDouble:
                 self.files[args.path] = bytes(data)
                 await stream.send(Frame(FrameType.END, 0, pack(WriteAnswer(len(data), 1))))
                 return
-            piece = decode_data(frame.body)
+            piece = data_of(frame)
             assert piece.offset == len(data)
             data += piece.payload
 
@@ -337,7 +337,7 @@ class NodeDouble:
         self._file_args(Method.FILE_EXTRACT, body, caller)
         size = 0
         while (frame := await stream.recv()) is not None and frame.type != FrameType.END:
-            size += len(decode_data(frame.body).payload)
+            size += len(data_of(frame).payload)
         await stream.send(Frame(FrameType.END, 0, pack(WriteAnswer(size, 2))))
 
     async def _stream_file_watch(self, body: bytes, stream: Stream, caller: Caller) -> None:
@@ -354,7 +354,7 @@ class NodeDouble:
             if frame.type == FrameType.END:
                 await stream.send(Frame(FrameType.END, 0, pack(Done())))
                 return
-            await stream.send(data_frame(decode_data(frame.body).payload[::-1]))
+            await stream.send(data_frame(data_of(frame).payload[::-1]))
 
     async def _stream_environment_build(self, body: bytes, stream: Stream, caller: Caller) -> None:
         request = unpack(body, BuildRequest)

@@ -22,7 +22,7 @@ from dsec.node.config import NodeConfig
 from dsec.node.node import Node
 from dsec.node.service import Service
 from dsec.serve.imagined import ImaginedEnvironments
-from dsec.wire.frames import FrameDecoder, FrameType, decode_data, encode_data, encode_frame
+from dsec.wire.frames import FrameDecoder, FrameType, data_of, encode_data, encode_frame
 from tests.contract.served import Served, serve
 
 SPEC = {"environment": {"base": "base"}, "substrate": "fake"}
@@ -76,7 +76,7 @@ async def test_a_command_runs_and_its_output_can_be_fetched_again(api: Served) -
 
     assert (answer["exec"]["exit_code"], base64.b64decode(answer["out"])) == (3, b"out\n")
     assert again["exit_code"] == 3
-    data = [decode_data(frame.body) for frame in frames if frame.type == FrameType.DATA]
+    data = [data_of(frame) for frame in frames if frame.type == FrameType.DATA]
     assert {(piece.channel, piece.offset, piece.payload) for piece in data} == {(1, 1, b"ut\n"), (2, 0, b"err\n")}
     assert frames[-1].type == FrameType.END
 
@@ -104,7 +104,7 @@ async def test_stdin_is_attached_over_a_websocket(api: Served) -> None:
         async for message in socket:
             (frame,) = FrameDecoder().feed(message.data)
             if frame.type == FrameType.DATA:
-                received += decode_data(frame.body).payload
+                received += data_of(frame).payload
 
     assert received == b"hello"
     assert socket.close_code == 1000

@@ -129,6 +129,9 @@ impl Agent {
             }
             self.fire_timers();
             more = self.pump();
+            if let Some(work) = &mut self.work {
+                work.sweep_if_due();
+            }
         }
         Ok(())
     }
@@ -229,7 +232,7 @@ impl Agent {
             }
         }
         if let Some(work) = &mut self.work {
-            work.sweep();
+            work.note_reaped();
         }
         self.shutdown_if_done();
     }

@@ -16,6 +16,8 @@ pub struct WorkCgroup {
     work: OwnedFd,
     /// Ended, but with processes that live on: removed once they are gone.
     lingering: Vec<CString>,
+    /// A sweep may find something.
+    due: bool,
 }
 
 /// Name of an exec's cgroup below `work`.
@@ -30,6 +32,7 @@ impl WorkCgroup {
         Ok(Self {
             work,
             lingering: Vec::new(),
+            due: false,
         })
     }
 
@@ -72,14 +75,25 @@ impl WorkCgroup {
             .write_all(b"1")
     }
 
-    /// Removes it, now or as soon as it is empty.
+    /// Removes it as soon as it is empty, at the next sweep: the host need not wait for that.
     pub fn remove(&mut self, cgroup: ExecCgroup) {
         self.lingering.push(cgroup.name);
-        self.sweep();
+        self.due = true;
     }
 
-    /// Removes what has become empty. Called after processes have been reaped.
-    pub fn sweep(&mut self) {
+    /// Something may have become empty.
+    pub fn note_reaped(&mut self) {
+        self.due = !self.lingering.is_empty();
+    }
+
+    pub fn sweep_if_due(&mut self) {
+        if std::mem::take(&mut self.due) {
+            self.sweep();
+        }
+    }
+
+    /// Removes what has become empty.
+    fn sweep(&mut self) {
         let work = &self.work;
         self.lingering.retain(|name| match rmdir_at(work, name) {
             Ok(()) => false,

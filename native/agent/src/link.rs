@@ -6,7 +6,8 @@ use std::os::fd::OwnedFd;
 use dsec_protocol::codec::encode;
 use dsec_protocol::error::ProtocolError;
 use dsec_protocol::frames::{
-    encode_data, encode_frame, Data, Decoder, FrameType, PREAMBLE_BYTES, PREAMBLE_MAGIC,
+    encode_data, encode_data_read, encode_frame, Data, Decoder, FrameType, PREAMBLE_BYTES,
+    PREAMBLE_MAGIC,
 };
 use dsec_protocol::opening::Empty;
 use dsec_sys::epoll::{Poller, Source, READ, WRITE};
@@ -46,6 +47,11 @@ impl Link {
 
     /// Reads once. `None`: nothing there; `Some(false)`: the host has closed.
     pub fn read(&mut self, scratch: &mut [u8]) -> io::Result<Option<bool>> {
+        if let Some(room) = self.decoder.room() {
+            let count = self.source.read(room)?;
+            self.decoder.filled(count.unwrap_or(0));
+            return Ok(count.map(|count| count > 0));
+        }
         match self.source.read(scratch)? {
             None => Ok(None),
             Some(0) => Ok(Some(false)),
@@ -83,6 +89,17 @@ impl Link {
         rest: &[u8],
     ) -> Result<(), ProtocolError> {
         encode_data(&mut self.out, stream, data, rest)
+    }
+
+    /// As `send_data`, with a payload of at most `most` bytes that `read` writes in place.
+    pub fn send_read(
+        &mut self,
+        stream: u32,
+        data: Data<'_>,
+        most: usize,
+        read: impl FnOnce(&mut [u8]) -> io::Result<usize>,
+    ) -> io::Result<usize> {
+        encode_data_read(&mut self.out, stream, data, most, read)
     }
 
     pub fn refuse(&mut self, stream: u32, refusal: Refusal) {

@@ -40,6 +40,13 @@ impl Stream {
         }
     }
 
+    /// What to grant so that the host may send `window` bytes at once.
+    pub fn widen(&mut self, window: u64) -> u64 {
+        let more = window.saturating_sub(self.window);
+        self.window += more;
+        more
+    }
+
     /// What to grant now that `bytes` more are consumed.
     pub fn consumed(&mut self, bytes: u64) -> Option<u64> {
         self.owed += bytes;

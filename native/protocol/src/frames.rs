@@ -8,6 +8,8 @@ pub const PREAMBLE_BYTES: usize = 20;
 pub const HEADER_BYTES: usize = 9;
 const DATA_HEAD_BYTES: usize = 17;
 const LENGTH_OVERHEAD: usize = 5;
+/// Bodies from here on are put together in place.
+const LARGE_BYTES: usize = 64 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -96,6 +98,36 @@ pub fn encode_data(
     Ok(())
 }
 
+/// Appends a DATA frame with a payload of at most `most` bytes that `read` writes in place; gives how many. Without any,
+/// or when it fails, nothing is appended.
+pub fn encode_data_read(
+    out: &mut Vec<u8>,
+    stream: u32,
+    data: Data<'_>,
+    most: usize,
+    read: impl FnOnce(&mut [u8]) -> std::io::Result<usize>,
+) -> std::io::Result<usize> {
+    let at = out.len();
+    let payload = at + HEADER_BYTES + DATA_HEAD_BYTES;
+    out.resize(payload + most.min(DATA_BYTES_MAX), 0);
+    let count = match read(&mut out[payload..]) {
+        Ok(count) if count > 0 => count,
+        nothing => {
+            out.truncate(at);
+            return nothing;
+        }
+    };
+    out.truncate(payload + count);
+    let mut head = Vec::with_capacity(HEADER_BYTES + DATA_HEAD_BYTES);
+    let length = LENGTH_OVERHEAD + DATA_HEAD_BYTES + count;
+    put_header(&mut head, length as u32, FrameType::Data, stream);
+    head.push(data.channel);
+    head.extend_from_slice(&data.offset.to_be_bytes());
+    head.extend_from_slice(&data.sequence.to_be_bytes());
+    out[at..payload].copy_from_slice(&head);
+    Ok(count)
+}
+
 pub fn decode_data(body: &[u8]) -> Result<Data<'_>, ProtocolError> {
     if body.len() < DATA_HEAD_BYTES {
         return Err(ProtocolError::DataBody("that is too short"));
@@ -119,10 +151,24 @@ pub fn decode_data(body: &[u8]) -> Result<Data<'_>, ProtocolError> {
 pub struct Decoder {
     buffer: Vec<u8>,
     start: usize,
+    large: Option<Large>,
+}
+
+/// A large DATA frame that has begun: its body is put together in place.
+struct Large {
+    stream: u32,
+    body: Vec<u8>,
+    have: usize,
 }
 
 impl Decoder {
-    pub fn feed(&mut self, bytes: &[u8]) {
+    pub fn feed(&mut self, mut bytes: &[u8]) {
+        if let Some(room) = self.room() {
+            let count = room.len().min(bytes.len());
+            room[..count].copy_from_slice(&bytes[..count]);
+            bytes = &bytes[count..];
+            self.filled(count);
+        }
         if self.start > 0 {
             self.buffer.drain(..self.start);
             self.start = 0;
@@ -130,8 +176,35 @@ impl Decoder {
         self.buffer.extend_from_slice(bytes);
     }
 
+    /// Where the next bytes belong when a large frame has begun; `filled` says how many came.
+    pub fn room(&mut self) -> Option<&mut [u8]> {
+        let large = self.large.as_mut()?;
+        let have = large.have;
+        (have < large.body.len()).then(|| &mut large.body[have..])
+    }
+
+    pub fn filled(&mut self, count: usize) {
+        if let Some(large) = &mut self.large {
+            large.have = (large.have + count).min(large.body.len());
+        }
+    }
+
     /// The next whole frame, `None` when more bytes are needed. After an error the channel is unusable.
     pub fn next_frame(&mut self) -> Result<Option<Frame>, ProtocolError> {
+        match self.large.take() {
+            Some(large) if large.have < large.body.len() => {
+                self.large = Some(large);
+                return Ok(None);
+            }
+            Some(large) => {
+                return Ok(Some(Frame {
+                    kind: FrameType::Data,
+                    stream: large.stream,
+                    body: large.body,
+                }))
+            }
+            None => {}
+        }
         let bytes = &self.buffer[self.start..];
         if bytes.len() < HEADER_BYTES {
             self.release();
@@ -144,6 +217,11 @@ impl Decoder {
         let kind = FrameType::of(bytes[4]).ok_or(ProtocolError::FrameType(bytes[4]))?;
         let end = 4 + length as usize;
         if bytes.len() < end {
+            let size = length as usize - LENGTH_OVERHEAD;
+            let fits = (LARGE_BYTES..=DATA_HEAD_BYTES + DATA_BYTES_MAX).contains(&size);
+            if kind == FrameType::Data && fits {
+                self.begin_large(size);
+            }
             return Ok(None);
         }
         let frame = Frame {
@@ -157,7 +235,19 @@ impl Decoder {
     }
 
     pub fn pending_bytes(&self) -> usize {
-        self.buffer.len() - self.start
+        self.buffer.len() - self.start + self.large.as_ref().map_or(0, |large| large.have)
+    }
+
+    fn begin_large(&mut self, size: usize) {
+        let bytes = &self.buffer[self.start..];
+        let (stream, begun) = (u32_at(bytes, 5), &bytes[HEADER_BYTES..]);
+        let have = begun.len();
+        let mut body = Vec::with_capacity(size);
+        body.extend_from_slice(begun);
+        body.resize(size, 0);
+        self.large = Some(Large { stream, body, have });
+        self.start = self.buffer.len();
+        self.release();
     }
 
     /// An idle channel keeps no buffer: there are thousands of agents on a node.

@@ -82,7 +82,7 @@ class AgentChannel:
         channel = cls(sandbox)
         try:
             async with asyncio.timeout(timeout_s):
-                await connect(lambda: _Wire(channel))
+                await connect(cast(Any, lambda: _Wire(channel)))
                 await channel._opened
         except TimeoutError as error:
             failure = DeadlineError(
@@ -168,6 +168,11 @@ class AgentChannel:
         if self._resumed is not None and transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
             self._fail(ProtocolError(f"the agent of {self.sandbox} does not read what it is sent"))
 
+    def write_data(self, head: bytes, payload: memoryview) -> None:
+        """A DATA frame, its payload not copied where the transport can help it."""
+        if self._failure is None and self._transport is not None:
+            self._transport.writelines((head, payload))
+
     async def writable(self) -> None:
         """Returns when the transport takes more. Raises the channel's failure."""
         while self._resumed is not None and self._failure is None:
@@ -214,6 +219,14 @@ class AgentChannel:
             self._violated(error)
             return
         self._handle(self._decoder.feed(data))
+
+    def _read(self, count: int) -> None:
+        """So many bytes were read to where the decoder wanted them, or to the scratch buffer."""
+        if self._decoder.room() is None:
+            # A copy: frames may be handled in a later turn, and others read into the buffer before.
+            self._received(bytes(_SCRATCH[:count]))
+        elif self._failure is None:
+            self._handle(self._decoder.filled(count))
 
     def _handle(self, frames: Iterator[Frame], *, paused: bool = False) -> None:
         """A turn's worth of frames; reading is paused while there are more."""
@@ -339,8 +352,12 @@ class AgentChannel:
         self._decoder = FrameDecoder()
 
 
-class _Wire(asyncio.Protocol):
-    """What the transport calls."""
+_SCRATCH: Final = memoryview(bytearray(64 << 10))  # shared: what is read into it is taken out before the next read
+
+
+class _Wire(asyncio.BufferedProtocol):
+    """What the transport calls. Large frames are read into their place; for transports in memory there is
+    `data_received`."""
 
     def __init__(self, channel: AgentChannel) -> None:
         self._channel = channel
@@ -351,6 +368,12 @@ class _Wire(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._channel._received(data)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._channel._decoder.room() or _SCRATCH
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._channel._read(nbytes)
 
     def eof_received(self) -> None:
         return None  # the transport closes itself

@@ -11,7 +11,7 @@ from dsec.agent.execs import ExecStream
 from dsec.agent.streams import Shape
 from dsec.agent.transfers import Download, Duplex, Upload, Watch
 from dsec.core.errors import LimitError
-from dsec.core.limits import LIST_ENTRIES_MAX, PREAMBLE_TIMEOUT_S
+from dsec.core.limits import CREDIT_INITIAL_BYTES, DOWNLOAD_WINDOW_BYTES, LIST_ENTRIES_MAX, PREAMBLE_TIMEOUT_S
 from dsec.wire import agent
 from dsec.wire.agent import Op
 from dsec.wire.frames import Channel
@@ -151,6 +151,7 @@ class AgentClient:
             agent.FileStat, checks.check_stat, offsets=lambda _: {int(Channel.OUT): args.offset}, bytes_max=args.length
         )
         stream, stat = await self.channel.open_stream(Op.READ, args, shape, timeout_s=self._timeout_s)
+        stream.widen(DOWNLOAD_WINDOW_BYTES - CREDIT_INITIAL_BYTES)
         return Download(stream, stat)
 
     async def archive(self, args: agent.PathArgs) -> Download:

@@ -13,7 +13,7 @@ from dsec.core.errors import ConflictError, DsecError, ProtocolError
 from dsec.core.limits import CREDIT_INITIAL_BYTES, DATA_BYTES_MAX, MIB, WATCH_EVENTS_QUEUED_MAX
 from dsec.wire import agent
 from dsec.wire.codec import pack, unpack
-from dsec.wire.frames import Channel, Data, FrameType, decode_data, encode_data, encode_frame
+from dsec.wire.frames import Channel, Data, FrameType, data_head, decode_data, encode_frame
 
 GRANT_BYTES: Final = (
     CREDIT_INITIAL_BYTES // 4
@@ -32,6 +32,8 @@ class StreamOwner(Protocol):
     """What a stream needs of its channel."""
 
     def write(self, frame: bytes) -> None: ...
+
+    def write_data(self, head: bytes, payload: memoryview) -> None: ...
 
     async def writable(self) -> None: ...
 
@@ -199,7 +201,7 @@ class AgentStream:
             size = min(len(view), self._credit, DATA_BYTES_MAX)
             if size <= 0:
                 continue
-            self._owner.write(encode_data(self.id, channel, self._sent, 0, bytes(view[:size])))
+            self._owner.write_data(data_head(self.id, channel, self._sent, 0, size), view[:size])
             self._credit -= size
             self._grants_left += GRANTS_PER_FRAME
             self._sent += size
@@ -225,6 +227,11 @@ class AgentStream:
         )
         self._error = ConflictError(f"{self._op}: the stream was cancelled", detail={"code": "cancelled"})
         self._wake()
+
+    def widen(self, bytes: int) -> None:
+        """The agent may have so much more under way at once: for one that sends much."""
+        self._window += bytes
+        self._owner.write(encode_frame(FrameType.CREDIT, self.id, pack(agent.Credit(bytes))))
 
     def start_sending_at(self, offset: int) -> None:
         """The offset of the next byte that is sent: where an exec's stdin goes on."""
@@ -444,4 +451,7 @@ class _Chunk:
         self.size += len(payload)
 
     def take(self) -> Data:
-        return Data(self.channel, self.offset, self.sequence, bytes(self._payload))
+        payload = self._payload
+        # One that came in a large frame is handed on as it is; no view of a buffer that may still grow gets out.
+        whole = bytes(payload) if isinstance(payload, bytearray) else payload
+        return Data(self.channel, self.offset, self.sequence, whole)

@@ -37,7 +37,7 @@ class Application:
             id=_request_id(scope["headers"]),
             headers=scope["headers"],
             peer=scope["state"]["peer"],
-            receive=receive,
+            inbox=scope["state"].get("inbox"),
             send=send,
         )
         with ids(request=request.id):

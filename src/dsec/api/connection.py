@@ -6,24 +6,74 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from dsec.api import errors
 from dsec.core.errors import DsecError, InvalidArgumentError, LimitError, UnavailableError
 from dsec.core.limits import (
+    BODY_BYTES_MAX,
     BODY_IDLE_S,
     CONNECTIONS_MAX,
     HEAD_TIMEOUT_S,
     HEADERS_BYTES_MAX,
+    INBOX_BYTES_HIGH,
     KEEP_ALIVE_S,
     URL_BYTES_MAX,
 )
 from dsec.iam.peers import peer_of
 from dsec.observe.context import new_request_id
 from dsec.wire.codec import to_json
+
+
+class Inbox:
+    """The body of one request as it comes: pieces are not copied, and reading stands still while they wait."""
+
+    __slots__ = ("_flow", "_pieces", "_size", "_waiter", "cut", "cycle", "whole")
+
+    def __init__(self, flow: FlowControl) -> None:
+        self._flow = flow
+        self._pieces: deque[bytes] = deque()
+        self._size = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self.whole = False  # all of it has come
+        self.cut = False  # no more will come
+        self.cycle: RequestResponseCycle | None = None
+
+    async def take(self) -> bytes | None:
+        """The next piece, empty at the end, None when the client has gone."""
+        cycle = self.cycle
+        if cycle is not None and cycle.waiting_for_100_continue and not cycle.transport.is_closing():
+            cycle.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            cycle.waiting_for_100_continue = False
+        while not self._pieces:
+            if self.whole or self.cut:
+                return b"" if self.whole else None
+            self._flow.resume_reading()
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        piece = self._pieces.popleft()
+        self._size -= len(piece)
+        return piece
+
+    def feed(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._size += len(piece)
+        if self._size > INBOX_BYTES_HIGH:
+            self._flow.pause_reading()
+        self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class Connection(HttpToolsProtocol):
@@ -39,6 +89,8 @@ class Connection(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         self._unread_bytes = 0
+        self._body_left = 0  # of a body of known length, once its head is read: the parser need not see it
+        self._inbox: Inbox
         self._progress = False
         self._refusal: DsecError | None = None
         self.due = self.loop.time() + HEAD_TIMEOUT_S
@@ -51,10 +103,17 @@ class Connection(HttpToolsProtocol):
         self.due = float("inf")
         if self._task is not None and not self._task.done():
             self._task.cancel()
+        if self.cycle is not None:
+            self._inbox.cut = True
+            self._inbox.wake()
 
     def data_received(self, data: bytes) -> None:
         if self.parser is None or self.transport.is_closing():
             return
+        if self._body_left:
+            data = self._take_body(data)
+            if not data:
+                return
         self._progress = False
         super().data_received(data)
         # What the parser keeps to itself: a header that does not end, trailers, extensions of chunks.
@@ -66,6 +125,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._inbox = self.scope["state"]["inbox"] = Inbox(self.flow)
         self._progress = self._in_head = True
         self._head_bytes = 0
         self.due = self.loop.time() + HEAD_TIMEOUT_S
@@ -89,10 +149,15 @@ class Connection(HttpToolsProtocol):
         if not self.url.startswith(b"/") or not self.url.isascii():
             raise self._refused(InvalidArgumentError("the URL must begin with / and be percent-encoded"))
         super().on_headers_complete()
+        self._inbox.cycle = self.cycle
+        self._body_left = self._length()
 
     def on_body(self, body: bytes) -> None:
         self._progress = True
-        super().on_body(body)
+        if self._body_left:
+            self._body_left -= len(body)
+        if not (self.parser.should_upgrade() and self._should_upgrade()) and not self.cycle.response_complete:
+            self._inbox.feed(body)
 
     def on_chunk_header(self) -> None:
         self._progress = True
@@ -100,6 +165,8 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._progress = self._in_head = True
         super().on_message_complete()
+        self._inbox.whole = True
+        self._inbox.wake()
         if self.cycle is not None and self.cycle.response_complete:
             self.due = self.loop.time() + KEEP_ALIVE_S
 
@@ -126,6 +193,29 @@ class Connection(HttpToolsProtocol):
         self._refuse(refusal)
 
     # ---- ours ------------------------------------------------------------------------------------
+
+    def _length(self) -> int:
+        """Of the body, when it is known and long enough to go past the parser."""
+        found = [value for name, value in self.headers if name == b"content-length"]
+        if len(found) != 1 or any(name == b"transfer-encoding" for name, _ in self.headers):
+            return 0
+        length = int(found[0])  # the parser has checked it
+        return length if length > BODY_BYTES_MAX else 0
+
+    def _take_body(self, data: bytes) -> bytes:
+        """Gives what follows the body in `data`."""
+        piece, rest = (
+            (data, b"") if len(data) <= self._body_left else (data[: self._body_left], data[self._body_left :])
+        )
+        self._body_left -= len(piece)
+        if not self.cycle.response_complete:
+            self._inbox.feed(piece)
+        if not self._body_left:
+            # The one of before is in the middle of the body. What uvicorn lets pass this one does too.
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.on_message_complete()
+        return rest
 
     def expire(self) -> None:
         if self._in_head and self.url_begun:

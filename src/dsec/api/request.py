@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from dsec.api.connection import Inbox
 from dsec.api.errors import Headers
 from dsec.api.gate import Gate, caller_of
 from dsec.api.keeper import Keeper
@@ -58,7 +59,7 @@ class Answer:
 class Request:
     __slots__ = (
         "_caller",
-        "_receive",
+        "_inbox",
         "_send",
         "found",
         "headers",
@@ -73,7 +74,7 @@ class Request:
     )
 
     def __init__(
-        self, services: Services, *, id: str, headers: Headers, peer: Peer | None, receive: Receive, send: Send
+        self, services: Services, *, id: str, headers: Headers, peer: Peer | None, inbox: Inbox | None, send: Send
     ) -> None:
         self.services = services
         self.id = id
@@ -86,7 +87,7 @@ class Request:
         self.started = False
         self.status = 0
         self._caller: Caller | None = None
-        self._receive = receive
+        self._inbox = inbox
         self._send = send
 
     # ---- what was asked --------------------------------------------------------------------------
@@ -138,18 +139,18 @@ class Request:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes. Raises ClientGoneError when it is cut, DeadlineError when it stands still."""
-        more = True
-        while more:
+        assert self._inbox is not None, "a WebSocket has no body"
+        while True:
             try:
                 async with asyncio.timeout(BODY_IDLE_S):
-                    message = await self._receive()
+                    piece = await self._inbox.take()
             except TimeoutError as error:
                 raise DeadlineError(f"nothing of the request's body came for {BODY_IDLE_S:g} s") from error
-            if message["type"] != "http.request":
+            if piece is None:
                 raise ClientGoneError
-            more = message.get("more_body", False)
-            if body := message.get("body"):
-                yield body
+            if not piece:
+                return
+            yield piece
 
     async def body(self) -> bytes:
         """The whole body. Raises LimitError above BODY_BYTES_MAX."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 import msgspec
 
@@ -13,7 +14,7 @@ from dsec.core.limits import DATA_BYTES_MAX
 from dsec.wire import agent
 from dsec.wire.api import HEADER_FILE_INFO, TYPE_BYTES, TYPE_TAR
 from dsec.wire.codec import pack, unpack
-from dsec.wire.frames import Channel, Frame, FrameType, decode_data, encode_data_body
+from dsec.wire.frames import Channel, Frame, FrameType, data_frame, data_of
 from dsec.wire.node import Stream
 from dsec.wire.records import FileInfo
 
@@ -69,7 +70,7 @@ async def receive_piece(stream: Stream) -> bytes | None:
     """The next bytes, None at their end. Raises ProtocolError when the stream ends without END."""
     frame = await stream.recv()
     if frame is not None and frame.type == FrameType.DATA:
-        return decode_data(frame.body).payload
+        return data_of(frame).payload
     if frame is not None and frame.type == FrameType.END:
         return None
     raise ProtocolError("the node's stream ended without END")
@@ -106,10 +107,13 @@ class DataSender:
         self._sequence = 0
 
     async def send(self, data: bytes) -> None:
-        for start in range(0, len(data), DATA_BYTES_MAX):
-            piece = data[start : start + DATA_BYTES_MAX]
-            body = encode_data_body(Channel.IN, self._offset, self._sequence, piece)
-            await self._stream.send(Frame(FrameType.DATA, 0, body))
+        if len(data) <= DATA_BYTES_MAX:
+            pieces: Iterable[bytes | memoryview] = (data,) if data else ()
+        else:
+            view = memoryview(data)
+            pieces = (view[start : start + DATA_BYTES_MAX] for start in range(0, len(view), DATA_BYTES_MAX))
+        for piece in pieces:
+            await self._stream.send(data_frame(Channel.IN, self._offset, self._sequence, piece))
             self._offset += len(piece)
             self._sequence += 1
 

@@ -60,11 +60,11 @@ class _Lane:
         while True:
             if self._abandoned or self._finished:
                 raise UnavailableError("the stream is closed")
-            if not self._frames or self._has_room(len(frame.body)):
+            if not self._frames or self._has_room(frame.size):
                 break
             await _wait(self._writers)
         self._frames.append(frame)
-        self.size_bytes += len(frame.body)
+        self.size_bytes += frame.size
         _wake_one(self._readers)
         if self._has_room(0):
             _wake_one(self._writers)
@@ -77,7 +77,7 @@ class _Lane:
                 return None
             await _wait(self._readers)
         frame = self._frames.popleft()
-        self.size_bytes -= len(frame.body)
+        self.size_bytes -= frame.size
         _wake_one(self._writers)
         if self._frames:
             _wake_one(self._readers)

@@ -17,7 +17,7 @@ from dsec.node.supervisor import Supervisor
 from dsec.wire.codec import pack
 from dsec.wire.environments import BuildEvent
 from dsec.wire.errors import error_of
-from dsec.wire.frames import Channel, Data, Frame, FrameType, decode_data, encode_data_body
+from dsec.wire.frames import Channel, Data, Frame, FrameType, data_frame, data_of, encode_data_body
 from dsec.wire.node import Done, OutputQuery, Stream
 from dsec.wire.records import Gap, WriteAnswer
 
@@ -50,7 +50,7 @@ async def send_download(download: Download, stream: Stream, *, offset: int) -> N
     async with download:
         await stream.send(Frame(FrameType.RES, 0, pack(file_info(download.stat))))
         async for piece in download:
-            await stream.send(Frame(FrameType.DATA, 0, encode_data_body(_OUT, offset, 0, piece)))
+            await stream.send(data_frame(_OUT, offset, 0, piece))
             offset += len(piece)
         await _end(stream, Done())
 
@@ -91,7 +91,7 @@ async def relay(connection: Duplex, stream: Stream) -> None:
     async def work() -> None:
         offset = 0
         while (piece := await connection.receive()) is not None:
-            await stream.send(Frame(FrameType.DATA, 0, encode_data_body(_OUT, offset, 0, piece)))
+            await stream.send(data_frame(_OUT, offset, 0, piece))
             offset += len(piece)
         await _end(stream, Done())
         await ours_ended.wait()
@@ -203,9 +203,9 @@ async def _end(stream: Stream, record: Any) -> None:
 def _data_in(frame: Frame) -> Data:
     if frame.type != FrameType.DATA:
         raise ProtocolError(f"a frame of type {frame.type} where data was expected")
-    if len(frame.body) > DATA_BYTES_MAX + 64:
-        raise ProtocolError(f"a frame of {len(frame.body)} bytes")
-    data = decode_data(frame.body)
+    if frame.size > DATA_BYTES_MAX + 64:
+        raise ProtocolError(f"a frame of {frame.size} bytes")
+    data = data_of(frame)
     if data.channel != _IN:
         raise ProtocolError(f"data of channel {data.channel} from a caller")
     return data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, Final, Self
 
 import msgspec
@@ -88,14 +88,17 @@ class AsyncFiles:
         user: str | None = None,
     ) -> bytes:
         """The file's content, or `length` bytes of it from `offset`. Raises LimitError above `max_bytes`."""
-        found = bytearray()
-        async for piece in self.stream(path, offset=offset, length=length, user=user):
-            if len(found) + len(piece) > max_bytes:
-                raise LimitError(
-                    f"{_shown(path)} has more than {max_bytes} bytes", hint="pass max_bytes=, or use download()"
-                )
-            found += piece
-        return bytes(found)
+        parts: list[bytes] = []
+        size = 0
+        async with aclosing(self.stream(path, offset=offset, length=length, user=user)) as pieces:
+            async for piece in pieces:
+                size += len(piece)
+                if size > max_bytes:
+                    raise LimitError(
+                        f"{_shown(path)} has more than {max_bytes} bytes", hint="pass max_bytes=, or use download()"
+                    )
+                parts.append(piece)
+        return b"".join(parts)
 
     async def stream(
         self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: str | None = None

@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use dsec_protocol::codec::decode;
 use dsec_protocol::files::ReadArgs;
 use dsec_protocol::frames::{Data, FrameType, CHANNEL_OUT};
+use dsec_protocol::limits::DATA_BYTES_MAX;
 use dsec_sys::rooted::NOT_BLOCKING;
 
 use super::{path_of, stat_of};
@@ -60,28 +61,27 @@ impl Agent {
         if left > 0 && stream.credit == 0 {
             return Pumped::Idle;
         }
-        let count = (self.scratch.len() as u64).min(stream.credit).min(left) as usize;
-        let read = match read_at(&reading.file, &mut self.scratch[..count], reading.offset) {
+        let most = stream.credit.min(left).min(DATA_BYTES_MAX as u64) as usize;
+        let data = Data {
+            channel: CHANNEL_OUT,
+            offset: reading.offset,
+            sequence: 0,
+            payload: &[],
+        };
+        let read = link.send_read(id, data, most, |space| {
+            read_at(&reading.file, space, reading.offset)
+        });
+        let read = match read {
+            Ok(0) => {
+                link.end(id);
+                return Pumped::Over;
+            }
             Ok(read) => read,
             Err(error) => {
                 link.refuse(id, Refusal::file(&reading.path, &error));
                 return Pumped::Over;
             }
         };
-        if read == 0 {
-            link.end(id);
-            return Pumped::Over;
-        }
-        let data = Data {
-            channel: CHANNEL_OUT,
-            offset: reading.offset,
-            sequence: 0,
-            payload: &self.scratch[..read],
-        };
-        if let Err(error) = link.send_data(id, data, &[]) {
-            link.refuse(id, Refusal::new("internal", error.to_string()));
-            return Pumped::Over;
-        }
         reading.offset += read as u64;
         stream.credit -= read as u64;
         Pumped::More

@@ -10,7 +10,7 @@ use dsec_protocol::codec::decode;
 use dsec_protocol::exec::StdinEnd;
 use dsec_protocol::files::{WriteArgs, Written};
 use dsec_protocol::frames::{Data, FrameType, CHANNEL_IN};
-use dsec_protocol::opening::Empty;
+use dsec_protocol::opening::{Credit, Empty};
 use dsec_sys::rooted::{NOT_BLOCKING, NOT_FOLLOWING};
 
 use super::{make_directory, path_of};
@@ -22,6 +22,8 @@ use crate::setup::Own;
 use crate::streams::{Body, Stream};
 use crate::users::Account;
 
+/// What comes is written at once and nothing is kept, so the sender need not wait for each frame.
+const WINDOW_BYTES: u64 = 1 << 20;
 const MODE_BITS: u32 = 0o7777;
 const MODE_NEW: u32 = 0o644;
 
@@ -88,8 +90,10 @@ impl Agent {
             taken: 0,
         };
         self.send(FrameType::Res, stream, &Empty {});
-        self.streams
-            .insert(stream, Stream::new(Body::Write(writing)));
+        let mut opened = Stream::new(Body::Write(writing));
+        let bytes = opened.widen(WINDOW_BYTES);
+        self.send(FrameType::Credit, stream, &Credit { bytes });
+        self.streams.insert(stream, opened);
         Ok(Answer::Opened)
     }
 

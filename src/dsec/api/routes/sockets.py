@@ -14,7 +14,7 @@ from dsec.api.websocket import Socket, bridge
 from dsec.core.errors import InvalidArgumentError, ProtocolError, UnavailableError
 from dsec.wire import agent
 from dsec.wire.codec import pack, to_json, unpack
-from dsec.wire.frames import Channel, Frame, FrameDecoder, FrameType, decode_data, encode_frame
+from dsec.wire.frames import Channel, Frame, FrameDecoder, FrameType, data_of, decode_data, encode_frame
 from dsec.wire.node import Done, Method, OutputQuery, Right, Stream
 from dsec.wire.records import WatchNotice
 
@@ -54,7 +54,7 @@ def _input_frame(message: bytes | str) -> Frame:
         frames = list(decoder.feed(message))
         if len(frames) != 1 or decoder.pending_bytes:
             raise InvalidArgumentError("a message must be exactly one frame")
-        type, _, body = frames[0]
+        type, body = frames[0].type, frames[0].body
         if type == FrameType.DATA and decode_data(body).channel == Channel.IN:
             return Frame(type, 0, body)
     except ProtocolError as error:
@@ -122,7 +122,7 @@ async def _bytes_out(socket: Socket, stream: Stream) -> None:
     while (frame := await stream.recv()) is not None:
         match frame.type:
             case FrameType.DATA:
-                if payload := decode_data(frame.body).payload:  # an empty message means end-of-file
+                if payload := data_of(frame).payload:  # an empty message means end-of-file
                     await socket.send_bytes(payload)
             case FrameType.END:
                 await socket.send_bytes(b"")
