@@ -98,6 +98,9 @@ pub struct SyscallRule {
 pub struct FilterSpec {
     #[serde(default)]
     pub deny: Vec<SyscallRule>,
+    /// Answered with 0, and not done.
+    #[serde(default)]
+    pub ignore: Vec<SyscallRule>,
     #[serde(default)]
     pub nosys: Vec<SyscallRule>,
     #[serde(default)]

@@ -82,6 +82,8 @@ RECORD_RUNS_MAX: Final = 1_024  # changes between the two output channels of whi
 RECORD_HOLES_MAX: Final = 64  # stretches of output lost on the way to the record that are told apart
 READ_CHUNK_BYTES: Final = 128 * KIB  # one piece of recorded output on its way to a reader
 RECONNECTS_MAX: Final = 5  # tries to get a sandbox's channel back before it has failed
+CHANNEL_LOSSES_MAX: Final = 10  # in a row, each soon after hello: beyond, an agent makes its node connect for ever
+CHANNEL_CALM_S: Final = 10.0  # a channel that lasted as long was a good one
 DESTROY_RETRY_S_MAX: Final = 60.0  # between tries to remove what could not be removed
 
 # Environments

@@ -9,7 +9,7 @@ from typing import Final
 from dsec.agent.client import AgentClient
 from dsec.backends.base import Instance
 from dsec.core.errors import DsecError, ProtocolError, SandboxFaultError
-from dsec.core.limits import PREAMBLE_TIMEOUT_S, RECONNECTS_MAX
+from dsec.core.limits import CHANNEL_CALM_S, CHANNEL_LOSSES_MAX, PREAMBLE_TIMEOUT_S, RECONNECTS_MAX
 from dsec.observe import metrics
 from dsec.observe.logs import get_logger
 from dsec.wire.agent import HelloReply
@@ -17,6 +17,7 @@ from dsec.wire.agent import HelloReply
 log = get_logger(__name__)
 
 _RETRY_FIRST_S: Final = 0.05
+_RETRY_S_MAX: Final = 1.0
 
 
 class AgentLink:
@@ -97,14 +98,23 @@ class AgentLink:
     # -- inside ------------------------------------------------------------------------------------
 
     async def _keep(self, client: AgentClient) -> None:
+        loop = asyncio.get_running_loop()
+        losses = 0  # in a row, of channels that had just been opened
         while True:
+            opened_s = loop.time()
             reason = await client.channel.closed()
             if isinstance(reason, ProtocolError):
                 metrics.AGENT_VIOLATIONS.inc()
                 self._give_up(reason.message, reason)
                 return
             await self._active.wait()
+            losses = losses + 1 if loop.time() - opened_s < CHANNEL_CALM_S else 0
+            if losses > CHANNEL_LOSSES_MAX:
+                self._give_up(f"its agent dropped {losses} connections in a row", reason)
+                return
             log.warning("the channel to an agent was lost", sandbox=self._instance.id, reason=str(reason))
+            if losses > 1:
+                await asyncio.sleep(min(_RETRY_FIRST_S * 2**losses, _RETRY_S_MAX))
             again = await self._reconnect()
             if again is None:
                 return

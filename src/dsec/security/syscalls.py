@@ -67,6 +67,25 @@ _NAMESPACE_FLAGS = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 
 # looks at the low half of the argument only.
 _REFUSED_FCNTL = SyscallRule("fcntl", [ArgRule(1, 1024, mask=0xFFFF_FFFF)])  # F_SETLEASE
 
+# The host's pools of huge pages are kept for somebody, and no memory limit of a sandbox counts them.
+_REFUSED_HUGE_PAGES = [
+    SyscallRule("mmap", [ArgRule(3, 0x40000, mask=0x40000)]),  # MAP_HUGETLB
+    SyscallRule("memfd_create", [ArgRule(1, 4, mask=4)]),  # MFD_HUGETLB
+    SyscallRule("shmget", [ArgRule(2, 0o4000, mask=0o4000)]),  # SHM_HUGETLB
+]
+
+# At any limit of core files but 1, a crash runs the program that the host's core_pattern may name: as root of the host
+# and outside all limits of the sandbox (core(5): a limit of 0 keeps nothing from a pipe). So it is 1, and whoever sets it
+# to 0, as agents of keys insist on, is told that it is done. Who asks for the old value as well would see none.
+_CORE = 4
+_REFUSED_CORE_LIMIT = SyscallRule(
+    "prlimit64", [ArgRule(1, _CORE), ArgRule(2, 0, negate=True, wide=True), ArgRule(3, 0, negate=True, wide=True)]
+)
+_IGNORED_CORE_LIMITS = [
+    SyscallRule("setrlimit", [ArgRule(0, _CORE)]),
+    SyscallRule("prlimit64", [ArgRule(1, _CORE), ArgRule(2, 0, negate=True, wide=True)]),
+]
+
 # The host has fs.aio-max-nr contexts for everybody, whoever their owner is: libraries fall back to threads.
 _MISSING_TO_COMMANDS = ["clone3", "io_setup"]
 
@@ -113,7 +132,7 @@ def _refused_sockets() -> list[SyscallRule]:
 
 
 AGENT = FilterSpec(
-    deny=[*_always(_DENIED), *_refused_sockets()],
+    deny=[*_always(_DENIED), *_refused_sockets(), *_REFUSED_HUGE_PAGES],
     allow=[
         *_always(_KNOWN),
         *_always(["clone", "clone3", "unshare", "chroot", "ptrace", "ioctl", "personality"]),
@@ -126,10 +145,13 @@ EXEC = FilterSpec(
         *_always(_DENIED),
         *_always(_DENIED_TO_COMMANDS),
         *_refused_sockets(),
+        *_REFUSED_HUGE_PAGES,
         _REFUSED_FCNTL,
+        _REFUSED_CORE_LIMIT,
         *[SyscallRule("clone", [ArgRule(0, flag, mask=flag)]) for flag in _NAMESPACE_FLAGS],
         SyscallRule("personality", [ArgRule(0, value, negate=True) for value in _PERSONALITIES]),
     ],
+    ignore=_IGNORED_CORE_LIMITS,
     nosys=_always(_MISSING_TO_COMMANDS),
     allow=[
         *_always(_KNOWN),

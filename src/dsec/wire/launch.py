@@ -84,12 +84,14 @@ class SyscallRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FilterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """seccomp in words. First match wins: deny (EPERM), nosys (ENOSYS), allow; every other number is ENOSYS.
+    """seccomp in words. First match wins: deny (EPERM), ignore (0, and nothing is done), nosys (ENOSYS), allow; every
+    other number is ENOSYS.
 
     A name that the launcher's table does not know is an error. Other architectures (i386, x32) are killed.
     """
 
     deny: list[SyscallRule] = []
+    ignore: list[SyscallRule] = []
     nosys: list[SyscallRule] = []
     allow: list[SyscallRule] = []
 

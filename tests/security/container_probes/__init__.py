@@ -8,7 +8,7 @@ a probe that fails for another reason than the expected one proves nothing.
 
 from __future__ import annotations
 
-from . import host, kernel, network, privileges
+from . import agent, host, kernel, network, privileges, shared
 from .kit import PROBES
 
-__all__ = ["PROBES", "host", "kernel", "network", "privileges"]
+__all__ = ["PROBES", "agent", "host", "kernel", "network", "privileges", "shared"]

@@ -140,6 +140,8 @@ def _(which: int) -> str:
     if hard == resource.RLIM_INFINITY:
         raise BlockedError("has no limit of its own; the cgroup bounds it")
     call(160, which, struct.pack("QQ", hard + 1, hard + 1))
+    if resource.getrlimit(which)[1] == hard:
+        raise BlockedError("the limit is as it was")
     return f"a hard limit above {hard}"
 
 

@@ -163,8 +163,13 @@ pub fn add_limits(command: &mut Command, limits: &BTreeMap<String, u64>) -> Resu
     for (name, value) in limits {
         let number = limit_number(name)
             .ok_or_else(|| Refusal::invalid(format!("there is no limit {name:?}")))?;
+        // No core file, and at 1 alone no crash handler of the host: a limit of 0 keeps nothing from a pipe (core(5)).
+        let value = match number {
+            libc::RLIMIT_CORE => (*value).max(1),
+            _ => *value,
+        };
         command.limits.retain(|(known, _, _)| *known != number);
-        command.limits.push((number, *value, *value));
+        command.limits.push((number, value, value));
     }
     Ok(())
 }

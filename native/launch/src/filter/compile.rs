@@ -68,6 +68,7 @@ pub fn compile(spec: &FilterSpec) -> Result<Vec<Instruction>> {
 fn cases(spec: &FilterSpec) -> Result<BTreeMap<u32, Vec<Case<'_>>>> {
     let lists = [
         (&spec.deny, ERRNO | libc::EPERM as u32),
+        (&spec.ignore, ERRNO),
         (&spec.nosys, ERRNO | libc::ENOSYS as u32),
         (&spec.allow, ALLOW),
     ];
@@ -281,10 +282,11 @@ mod tests {
     }
 
     #[test]
-    fn deny_comes_before_nosys_and_nosys_before_allow() {
+    fn the_lists_apply_in_their_order() {
         let spec = FilterSpec {
             deny: vec![rule("bpf", vec![])],
-            nosys: vec![rule("bpf", vec![]), rule("clone3", vec![])],
+            ignore: vec![rule("bpf", vec![]), rule("setrlimit", vec![])],
+            nosys: vec![rule("setrlimit", vec![]), rule("clone3", vec![])],
             allow: vec![
                 rule("clone3", vec![]),
                 rule("read", vec![]),
@@ -295,6 +297,7 @@ mod tests {
         let program = compile(&spec).unwrap();
 
         assert_eq!(call(&program, "bpf", [0; 6]), EPERM);
+        assert_eq!(call(&program, "setrlimit", [0; 6]), ERRNO);
         assert_eq!(call(&program, "clone3", [0; 6]), ENOSYS);
         assert_eq!(call(&program, "read", [0; 6]), ALLOW);
         assert_eq!(call(&program, "write", [0; 6]), ENOSYS);

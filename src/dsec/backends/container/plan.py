@@ -94,7 +94,8 @@ def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFact
         cgroup2_files=cgroups.cgroup2_files,
         cgroup1=cgroups.cgroup1,
         cgroup1_files=cgroups.cgroup1_files,
-        rlimits={"nofile": [open_files, facts.open_files_hard], "core": [0, 0]},
+        # A core file of one byte is none, and at 1 alone the kernel does not run a crash handler of the host either.
+        rlimits={"nofile": [open_files, facts.open_files_hard], "core": [1, 1]},
         sysctls=_sysctls(spec.memory_bytes),
         caps_agent=capabilities.AGENT_WITH_PRIVILEGE_GAIN if spec.privilege_gain else capabilities.AGENT,
         caps_exec=capabilities.EXEC,
