@@ -42,12 +42,12 @@ class AgentWire:
 
     def __init__(self, path: Path | str, *, sandbox: str = "test", hello: bool = True) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.connect(str(path))
         self._decoder = FrameDecoder()
         self._waiting: dict[int, deque[Frame]] = defaultdict(deque)
         self._next_stream = 1
         self.hello: dict[str, Any] = {}
         try:
+            self.socket.connect(str(path))
             self._open(sandbox if hello else None)
         except BaseException:
             self.close()

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 use dsec_protocol::exec::{Exec as ExecArgs, Tty};
-use dsec_sys::epoll::{Poller, Source};
+use dsec_sys::epoll::{Poller, Source, READ};
 use dsec_sys::launch_child::{launch, Command};
 use dsec_sys::pipes::{new_pipe, set_nonblocking};
 use dsec_sys::pty::open_terminal;
@@ -52,18 +52,22 @@ impl Agent {
         let wiring = wiring.map_err(|e| Refusal::system("spawn_failed", "descriptors", &e))?;
         command.descriptors.clone_from(&wiring.places);
         let record = self.new_exec(args);
-        let (pid, cgroup) = self.launch_in_cgroup(&mut command, &args.id)?;
-
         let key = self.execs.next_key();
         let source = |fd: Option<OwnedFd>, token: Token| {
             fd.map(|fd| Source::new(&self.poller, fd, token.pack()))
         };
-        let output = |fd, token| Output::reading(source(fd, token));
+        let mut out = Output::reading(source(wiring.out, Token::ExecOut(key)));
+        let mut err = Output::reading(source(wiring.err, Token::ExecErr(key)));
+        // Before the command is there: output that cannot be waited for would be lost, and nobody told.
+        out.want(READ)
+            .and(err.want(READ))
+            .map_err(|e| Refusal::system("spawn_failed", "waiting for output", &e))?;
         let input = source(wiring.input, Token::ExecIn(key));
+        let (pid, cgroup) = self.launch_in_cgroup(&mut command, &args.id)?;
         let exec = Exec {
             pid,
-            out: output(wiring.out, Token::ExecOut(key)),
-            err: output(wiring.err, Token::ExecErr(key)),
+            out,
+            err,
             input: input.map(|source| Input::new(source, args.tty.is_some())),
             terminal: args.tty.is_some(),
             cgroup,
