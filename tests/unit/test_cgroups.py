@@ -69,7 +69,7 @@ def test_a_hybrid_host_gets_v1_directories_for_limits_only() -> None:
 
     assert plan.cgroup2_files == {}
     assert plan.cgroup1["memory"] == "/cg/memory/dsec/n/sbx"
-    assert plan.cgroup1_files["cpu"] == {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "1000"}
+    assert plan.cgroup1_files["cpu"] == {"cpu.cfs_quota_us": "1000"}
     assert plan.cgroup1_files["pids"] == {"pids.max": "64"}
 
 

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use dsec_sys::namespaces::reap;
+use dsec_sys::namespaces::{reap, reap_ended};
 use dsec_sys::seccomp::{filter_bytes, Instruction};
 use dsec_sys::seqpacket::{next_signal, wait_ready, Interest};
 use serde::Serialize;
@@ -20,9 +20,10 @@ use crate::launch::launch;
 use crate::layers::Layers;
 use crate::records::Record;
 use crate::sandboxes::Sandboxes;
-use crate::steps::check::check_name;
+use crate::steps::check::{check_name, check_path};
 use crate::steps::Job;
 use crate::system::Kernel;
+use crate::trash;
 use crate::wire::{
     self, DestroyArgs, ExitEvent, LaunchFailure, LaunchPlan, Launched, Nothing, LAUNCH_VERSION,
 };
@@ -31,6 +32,9 @@ use crate::workers::{Origin, Report, Task, Worker, Workers};
 /// Different filters that are kept; they depend on the software's version and policy, not on sandboxes.
 const FILTERS_MAX: usize = 256;
 const STATUS_INTERVAL: Duration = Duration::from_millis(50);
+/// After the end of a child all are looked at, for the kernel may have told of one of several. Not at once: among thousands
+/// that takes as long as a launch.
+const SWEEP_AFTER: Duration = Duration::from_millis(250);
 /// The test hook's file in the run directory: its content names the step that fails.
 const FAIL_STEP: &str = "fail_step";
 
@@ -58,6 +62,11 @@ pub struct Daemon<'a> {
     connections: Connections,
     workers: Workers,
     filters: BTreeMap<String, Vec<Instruction>>,
+    /// Children that are told to have ended.
+    ending: Vec<i32>,
+    /// Workers that have reported, and end.
+    leaving: Vec<i32>,
+    sweep_at: Option<Instant>,
     stopping: bool,
 }
 
@@ -68,6 +77,9 @@ impl<'a> Daemon<'a> {
             connections: Connections::default(),
             workers: Workers::new(),
             filters: BTreeMap::new(),
+            ending: Vec::new(),
+            leaving: Vec::new(),
+            sweep_at: None,
             stopping: false,
         };
         missed.iter().try_for_each(|event| daemon.tell(event))?;
@@ -78,12 +90,7 @@ impl<'a> Daemon<'a> {
     pub fn serve(&mut self) -> Result<()> {
         while !(self.stopping && self.workers.are_idle()) {
             self.wait()?;
-            while next_signal(self.setting.signals.as_fd())
-                .is_some_and(|signal| signal != libc::SIGCHLD)
-            {
-                self.stopping = true;
-            }
-            // Reaping first: a worker reports only after the process of a failed launch has ended.
+            self.take_signals();
             self.reap_children()?;
             self.finish_workers()?;
             for event in self.setting.sandboxes.ended()? {
@@ -120,28 +127,71 @@ impl<'a> Daemon<'a> {
                 .watched()
                 .map(|process| (process, Interest::Readable)),
         );
-        let timeout = self
+        let sweep = self
+            .sweep_at
+            .map(|at| at.saturating_duration_since(Instant::now()));
+        let status = self
             .setting
             .sandboxes
             .await_status()
             .then_some(STATUS_INTERVAL);
+        let timeout = match (sweep, status) {
+            (Some(sweep), Some(status)) => Some(sweep.min(status)),
+            (sweep, status) => sweep.or(status),
+        };
         match wait_ready(&interests, timeout) {
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => Ok(()),
             other => other.map(drop).doing("wait for", "requests"),
         }
     }
 
-    fn reap_children(&mut self) -> Result<()> {
-        // An error means that there are no children.
-        while let Ok(Some((pid, status))) = reap() {
-            if self.workers.running.iter().any(|worker| worker.pid == pid) {
-                continue; // its pipe says the rest
+    fn take_signals(&mut self) {
+        while let Some(signal) = next_signal(self.setting.signals.as_fd()) {
+            if signal.number != libc::SIGCHLD {
+                self.stopping = true;
+                continue;
             }
-            if let Some(event) = self.setting.sandboxes.reaped(pid, status)? {
-                self.tell(&event)?;
+            self.ending.push(signal.pid);
+            self.sweep_at
+                .get_or_insert_with(|| Instant::now() + SWEEP_AFTER);
+        }
+    }
+
+    fn reap_children(&mut self) -> Result<()> {
+        self.leaving.retain(|&pid| reap_ended(pid).is_none());
+        for pid in std::mem::take(&mut self.ending) {
+            if let Some(status) = reap_ended(pid) {
+                self.reaped(pid, status)?;
             }
         }
+        if self.sweep_at.is_some_and(|at| at <= Instant::now()) {
+            self.sweep()?;
+        }
         Ok(())
+    }
+
+    /// Reaps every child that has ended.
+    fn sweep(&mut self) -> Result<()> {
+        self.sweep_at = None;
+        // An error means that there are no children.
+        while let Ok(Some((pid, status))) = reap() {
+            self.reaped(pid, status)?;
+        }
+        Ok(())
+    }
+
+    fn reaped(&mut self, pid: i32, status: i32) -> Result<()> {
+        if self.workers.running.iter().any(|worker| worker.pid == pid) {
+            return Ok(()); // its pipe says the rest
+        }
+        if let Some(index) = self.leaving.iter().position(|&left| left == pid) {
+            self.leaving.swap_remove(index);
+            return Ok(());
+        }
+        match self.setting.sandboxes.reaped(pid, status)? {
+            Some(event) => self.tell(&event),
+            None => Ok(()),
+        }
     }
 
     fn finish_workers(&mut self) -> Result<()> {
@@ -160,6 +210,7 @@ impl<'a> Daemon<'a> {
         };
         for index in (0..ready.len()).rev().filter(|&index| ready[index]) {
             let worker = self.workers.running.swap_remove(index);
+            self.leaving.push(worker.pid);
             self.finish(worker)?;
         }
         if !self
@@ -176,6 +227,23 @@ impl<'a> Daemon<'a> {
     fn finish(&mut self, worker: Worker) -> Result<()> {
         let report = worker.report();
         let Worker { task, origin, .. } = worker;
+        // What a worker has ended is gone when it is told: it reports only after the end of the process.
+        match (&task, &report) {
+            (
+                Task::Launch(_),
+                Some(Report {
+                    launched: Some(_), ..
+                }),
+            ) => {}
+            (
+                Task::Destroy(DestroyArgs { pid: Some(pid), .. }),
+                Some(Report { failure: None, .. }),
+            ) => {
+                self.ending.push(*pid);
+                self.reap_children()?;
+            }
+            _ => self.sweep()?,
+        }
         match (task, report) {
             (
                 Task::Launch(plan),
@@ -197,6 +265,13 @@ impl<'a> Daemon<'a> {
                 self.enqueue(Task::CleanUp(clean_up(&plan), failure), origin)
             }
             (Task::CleanUp(_, failure), _) => self.fail(origin, &failure),
+            (Task::Empty(trash), report) => {
+                // Nobody waits. What resists is tried again with the next that comes there.
+                if let Some(failure) = report.and_then(|report| report.failure) {
+                    eprintln!("dsec-launch: {}: {}", trash.display(), failure.detail);
+                }
+                Ok(())
+            }
             (
                 _,
                 Some(Report {
@@ -204,7 +279,10 @@ impl<'a> Daemon<'a> {
                     ..
                 }),
             ) => self.fail(origin, &failure),
-            (Task::Destroy(_), Some(_)) => self.succeed(origin, Nothing {}),
+            (Task::Destroy(_), Some(Report { trash, .. })) => {
+                trash.map_or(Ok(()), |trash| self.empty(trash))?;
+                self.succeed(origin, Nothing {})
+            }
             (_, _) => {
                 let detail = "the process that did it died".to_string();
                 self.fail(
@@ -263,11 +341,32 @@ impl<'a> Daemon<'a> {
                 return self
                     .workers
                     .start(task, origin, &self.setting.lock, |task| match task {
-                        Task::Destroy(args) | Task::CleanUp(args, _) => Report {
-                            failure: destroy(system, args).err(),
+                        Task::Destroy(args) | Task::CleanUp(args, _) => {
+                            match destroy(system, args) {
+                                Ok(trash) => Report {
+                                    trash,
+                                    ..Report::default()
+                                },
+                                Err(failure) => Report {
+                                    failure: Some(failure),
+                                    ..Report::default()
+                                },
+                            }
+                        }
+                        _ => Report::default(),
+                    });
+            }
+            Task::Empty(_) => {
+                return self
+                    .workers
+                    .start(task, origin, &self.setting.lock, |task| match task {
+                        Task::Empty(trash) => Report {
+                            failure: trash::empty(system, trash)
+                                .err()
+                                .map(|error| error.into_failure("trash")),
                             ..Report::default()
                         },
-                        Task::Launch(_) => Report::default(),
+                        _ => Report::default(),
                     });
             }
         };
@@ -320,10 +419,12 @@ impl<'a> Daemon<'a> {
                     Ok(launched) => Report {
                         launched: Some(launched),
                         failure: None,
+                        trash: None,
                     },
                     Err(failure) => Report {
                         launched: None,
                         failure: Some(failure),
+                        trash: None,
                     },
                 }
             })
@@ -381,6 +482,7 @@ impl<'a> Daemon<'a> {
             "destroy" => wire::decode_args(message)
                 .and_then(|args| self.enqueue(Task::Destroy(args), origin)),
             "claim" => self.claim(origin, message),
+            "tidy" => self.tidy(origin, message),
             "list" => self.list(origin, message),
             "shutdown" => wire::decode_args(message).and_then(|Nothing {}| {
                 self.stopping = true;
@@ -460,6 +562,26 @@ impl<'a> Daemon<'a> {
             &wire::decode_args(message)?,
         )?;
         self.succeed(origin, Nothing {})
+    }
+
+    /// What an earlier daemon has not come round to.
+    fn tidy(&mut self, origin: Origin, message: &[u8]) -> Result<()> {
+        let wire::TidyArgs { sandboxes } = wire::decode_args(message)?;
+        check_path(&sandboxes)?;
+        self.empty(trash::trash_in(Path::new(&sandboxes)))?;
+        self.succeed(origin, Nothing {})
+    }
+
+    /// One task that has not begun takes whatever comes before it does.
+    fn empty(&mut self, trash: PathBuf) -> Result<()> {
+        if self.workers.will_empty(&trash) {
+            return Ok(());
+        }
+        let nobody = Origin {
+            connection: 0,
+            request: 0,
+        };
+        self.workers.add(Task::Empty(trash), nobody)
     }
 
     fn list(&mut self, origin: Origin, message: &[u8]) -> Result<()> {

@@ -164,6 +164,13 @@ pub fn enter(fd: BorrowedFd, namespace: u64) -> io::Result<()> {
     Ok(())
 }
 
+/// Whoever else wants the processor has it first.
+pub fn give_way() {
+    const LEAST: i32 = 19;
+    // SAFETY: plain numbers. It cannot fail for a process that asks for less.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LEAST) };
+}
+
 /// Ends this process at once: no destructor, no exit handler.
 pub fn exit_now(code: i32) -> ! {
     // SAFETY: _exit takes any number and does not return.
@@ -209,6 +216,14 @@ pub fn reap() -> io::Result<Option<(i32, i32)>> {
         pid if pid > 0 => Ok(Some((pid, status))),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// The wait status of this child if it has ended. Unlike `reap` it does not look at all the others.
+pub fn reap_ended(pid: i32) -> Option<i32> {
+    let mut status = 0;
+    // SAFETY: the status is written to our own variable.
+    let found = unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) };
+    (pid > 0 && found == pid).then_some(status)
 }
 
 /// The first half of becoming a daemon: a session of one's own. Fails when this process leads a group already.

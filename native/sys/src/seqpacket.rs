@@ -179,14 +179,28 @@ pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
     owned(unsafe { libc::signalfd(-1, &set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) })
 }
 
-/// Takes the next pending signal from such a descriptor.
-pub fn next_signal(descriptor: BorrowedFd) -> Option<i32> {
+/// A signal, and the process that it is about.
+pub struct Signal {
+    pub number: i32,
+    pub pid: i32,
+}
+
+/// Takes the next pending signal from such a descriptor. Of several children that end at about the same time it may tell of
+/// one only.
+pub fn next_signal(descriptor: BorrowedFd) -> Option<Signal> {
     let mut record = std::mem::MaybeUninit::<libc::signalfd_siginfo>::uninit();
     let size = std::mem::size_of::<libc::signalfd_siginfo>();
     // SAFETY: the true size of the record is passed.
     let read = unsafe { libc::read(descriptor.as_raw_fd(), record.as_mut_ptr().cast(), size) };
-    // SAFETY: read only when the kernel has written all of it.
-    (read == size as isize).then(|| unsafe { record.assume_init() }.ssi_signo as i32)
+    if read != size as isize {
+        return None;
+    }
+    // SAFETY: the kernel has written all of it.
+    let record = unsafe { record.assume_init() };
+    Some(Signal {
+        number: record.ssi_signo as i32,
+        pid: record.ssi_pid as i32,
+    })
 }
 
 /// Unblocks all signals and gives each its default action: what a new program expects.

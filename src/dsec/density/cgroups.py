@@ -91,7 +91,8 @@ def plan_cgroups(host: CgroupHost, parent: str, name: str, *, cpu: float, memory
         ),
         "cpu": (
             {"cpu.max": f"{quota} {_CPU_PERIOD_US}"},
-            {"cpu.cfs_period_us": str(_CPU_PERIOD_US), "cpu.cfs_quota_us": str(quota)},
+            # Not the period, which is this one from the start: each write looks at every cgroup of the machine.
+            {"cpu.cfs_quota_us": str(quota)},
         ),
         "pids": ({"pids.max": str(pids)}, {"pids.max": str(pids)}),
     }
