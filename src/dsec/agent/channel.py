@@ -43,6 +43,7 @@ REQUEST_TIMEOUT_S: Final = 30.0
 UNSENT_BYTES_MAX: Final = 8 * MIB  # control frames wait for nothing; an agent that reads none of them is broken
 LATE_FRAMES_MAX: Final = 4_096  # frames that crossed the end of their stream, over and above four a stream
 FRAMES_PER_TURN: Final = 256  # then the loop is given back: an agent that sends tiny frames must not starve others
+LATER_S: Final = 0.02
 _WRITE_HIGH_BYTES: Final = 2 * DATA_BYTES_MAX
 _STREAM_LAST: Final = 0xFFFF_FFFF
 
@@ -72,6 +73,8 @@ class AgentChannel:
         self._streams: dict[int, Call | AgentStream] = {}
         self._next_id = 1
         self._late = 0
+        self._later = b""
+        self._later_timer: asyncio.TimerHandle | None = None
         self._resumed: asyncio.Future[None] | None = None  # set while the transport is full
 
     @classmethod
@@ -132,6 +135,18 @@ class AgentChannel:
             # The stream stays in the table until the agent answers; their number is bounded.
             raise DeadlineError(f"the agent did not answer {op} within {timeout_s:g} s") from error
 
+    def request_later(self, op: str, args: Any) -> None:
+        """A unary operation whose answer nobody waits for. It goes with the next frame, or after LATER_S: a wake-up of
+        the agent, and its answer, are saved where requests follow each other. Lost with the channel."""
+        if self._failure is not None or len(self._streams) >= STREAMS_MAX:
+            return
+        call = Call(self, self._new_id(), op, agent.Empty, None)
+        call.future.add_done_callback(_forget)
+        self._streams[call.id] = call
+        self._later += encode_frame(FrameType.REQ, call.id, self._request_body(op, args))
+        if self._later_timer is None:
+            self._later_timer = asyncio.get_running_loop().call_later(LATER_S, self._write_later)
+
     async def open_stream(
         self, op: str, args: Any, shape: Shape, *, timeout_s: float = REQUEST_TIMEOUT_S
     ) -> tuple[AgentStream, Any]:
@@ -164,9 +179,16 @@ class AgentChannel:
         transport = self._transport
         if self._failure is not None or transport is None:
             return
+        if self._later_timer is not None:
+            self._later_timer.cancel()
+            self._later_timer = None
+            frame, self._later = self._later + frame, b""
         transport.write(frame)
         if self._resumed is not None and transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
             self._fail(ProtocolError(f"the agent of {self.sandbox} does not read what it is sent"))
+
+    def _write_later(self) -> None:
+        self.write(b"")
 
     def write_data(self, head: bytes, payload: memoryview) -> None:
         """A DATA frame, its payload not copied where the transport can help it."""
@@ -337,6 +359,8 @@ class AgentChannel:
         if self._failure is not None:
             return
         self._failure = error
+        if self._later_timer is not None:
+            self._later_timer.cancel()
         if self._transport is not None:
             self._transport.abort()
         streams, self._streams = self._streams, {}
@@ -353,6 +377,11 @@ class AgentChannel:
 
 
 _SCRATCH: Final = memoryview(bytearray(64 << 10))  # shared: what is read into it is taken out before the next read
+
+
+def _forget(answer: asyncio.Future[Any]) -> None:
+    if not answer.cancelled():
+        answer.exception()  # looked at, so that asyncio does not complain
 
 
 class _Wire(asyncio.BufferedProtocol):

@@ -87,6 +87,10 @@ class AgentClient:
         """The end is recorded: the agent forgets the exec. Raises InvalidArgumentError while it runs."""
         await self._unary(Op.EXIT_ACK, agent.ExecRef(id))
 
+    def exit_ack_later(self, id: str) -> None:
+        """As `exit_ack`, soon, and nobody learns whether it came: the agent names the exec again if it did not."""
+        self.channel.request_later(Op.EXIT_ACK, agent.ExecRef(id))
+
     async def signal(self, id: str, signal: int, *, tree: bool = False) -> None:
         """To the leader's process group, or to every process of the exec. Nothing when it has ended."""
         await self._unary(Op.SIGNAL, agent.Signal(id, signal, tree))

@@ -64,6 +64,16 @@ class Inbox:
         self._size -= len(piece)
         return piece
 
+    @property
+    def ready(self) -> bool:
+        """`take` would not wait."""
+        return bool(self._pieces) or self.whole or self.cut
+
+    @property
+    def writable(self) -> bool:
+        """What is answered would not wait for the client to read."""
+        return not self._flow.write_paused
+
     def feed(self, piece: bytes) -> None:
         self._pieces.append(piece)
         self._size += len(piece)

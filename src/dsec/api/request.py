@@ -142,8 +142,11 @@ class Request:
         assert self._inbox is not None, "a WebSocket has no body"
         while True:
             try:
-                async with asyncio.timeout(BODY_IDLE_S):
+                if self._inbox.ready:
                     piece = await self._inbox.take()
+                else:
+                    async with asyncio.timeout(BODY_IDLE_S):
+                        piece = await self._inbox.take()
             except TimeoutError as error:
                 raise DeadlineError(f"nothing of the request's body came for {BODY_IDLE_S:g} s") from error
             if piece is None:
@@ -221,9 +224,13 @@ class Request:
             raise ClientGoneError from error
 
     async def _emit(self, data: bytes, *, more: bool) -> None:
+        message = {"type": "http.response.body", "body": data, "more_body": more}
+        if self._inbox is not None and self._inbox.writable:
+            await self._send(message)
+            return
         try:
             async with asyncio.timeout(WRITE_STALL_S):
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+                await self._send(message)
         except TimeoutError as error:
             raise ClientGoneError from error
 

@@ -86,7 +86,7 @@ class ExecRunner:
             return  # the link is given up: the supervisor ends the sandbox, and its execs with it
         if self._finish(exec, await self._with_oom(exec, end)):
             with suppress(DsecError):
-                await (await self._link().client()).exit_ack(exec.id)
+                (await self._link().client()).exit_ack_later(exec.id)
 
     async def _start(self, exec: NodeExec, request: agent.Exec) -> ExecStream:
         """A lost channel leaves open whether it was started: asking again with the same id never runs it twice."""
@@ -115,7 +115,10 @@ class ExecRunner:
         unacked = chunks = 0
         while True:
             try:
-                async with asyncio.timeout(_ACK_IDLE_S if unacked and record.acknowledgeable else None):
+                if unacked and record.acknowledgeable:
+                    async with asyncio.timeout(_ACK_IDLE_S):
+                        data = await stream.receive()
+                else:
                     data = await stream.receive()
             except TimeoutError:
                 unacked = chunks = 0
