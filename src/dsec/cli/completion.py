@@ -5,7 +5,6 @@ Each press of Tab runs us, so nothing heavy is loaded: no HTTP client and no eve
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -101,11 +100,13 @@ def _matching(words: list[Any], incomplete: str) -> list[str]:
 def _get(path: str, field: str) -> list[dict[str, Any]]:
     """A list from the service that answers; none is started."""
     try:
+        from dsec.wire.codec import from_json
+
         connection, headers = _connection()
         try:
             connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
-            found = json.loads(answer.read(_ANSWER_BYTES_MAX)) if answer.status == 200 else {}
+            found = from_json(answer.read(_ANSWER_BYTES_MAX), dict) if answer.status == 200 else {}
         finally:
             connection.close()
         return [item for item in found.get(field, ()) if isinstance(item, dict)]

@@ -39,9 +39,9 @@ _LISTEN: Final = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[A-Za-z0-9.
 class ApiConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The local socket is always there; `listen` adds TCP ("127.0.0.1:8080"), where every request needs a token."""
 
-    listen: str | None = None
-    tls_certificate: str | None = None
-    tls_key: str | None = None
+    listen: str | None = None  # "HOST:PORT" on TCP, where every request needs a token; none: the local socket only
+    tls_certificate: str | None = None  # PEM file, with `listen`
+    tls_key: str | None = None  # PEM file, with `tls_certificate`
     insecure: bool = False  # listen beyond loopback without TLS
     grace_s: float = 5.0  # for requests under way when the service stops
 
@@ -87,13 +87,14 @@ class WarmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sizes also as text such as "4GiB". `dsec.node.config` says what each is for."""
 
-    substrates: tuple[Substrate, ...] = (Substrate.CONTAINER,)
-    sandboxes_max: int = limits.SANDBOXES_PER_NODE_MAX
-    memory_overcommit: float = 10.0
-    memory_available_bytes_min: int | str = limits.MEMORY_AVAILABLE_BYTES_MIN
-    disk_free_bytes_min: int | str = limits.DISK_FREE_BYTES_MIN
+    substrates: tuple[Substrate, ...] = (Substrate.CONTAINER,)  # what it offers
+    sandboxes_max: int = limits.SANDBOXES_PER_NODE_MAX  # that live at once
+    memory_overcommit: float = 200.0  # memory promised to sandboxes, over the machine's
+    memory_pressure_max: float = 0.2  # share of ten seconds spent waiting for memory; above it, creates are refused
+    memory_available_bytes_min: int | str = limits.MEMORY_AVAILABLE_BYTES_MIN  # with less left, creates are refused
+    disk_free_bytes_min: int | str = limits.DISK_FREE_BYTES_MIN  # with less left, creates and builds are refused
     records_bytes_max: int | str = limits.RECORDS_BYTES_MAX
-    pause_deadline_s: float = 10.0
+    pause_deadline_s: float = 10.0  # then a sandbox that does not stop goes on, and the pause has failed
     creates_at_once_max: int = 64
     warm: WarmSettings = WarmSettings()
 
@@ -108,6 +109,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             substrates=frozenset(self.substrates),
             sandboxes_max=self.sandboxes_max,
             memory_overcommit=self.memory_overcommit,
+            memory_pressure_max=self.memory_pressure_max,
             memory_available_bytes_min=parse_size(self.memory_available_bytes_min, "memory_available_bytes_min"),
             disk_free_bytes_min=parse_size(self.disk_free_bytes_min, "disk_free_bytes_min"),
             records_bytes_max=parse_size(self.records_bytes_max, "records_bytes_max"),
@@ -123,8 +125,9 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     id_dir: str = "/run/dsec/ids"
     cgroup_parent: str = "dsec"
     disk: str = "directory"
-    shm_bytes: int | str = 64 * limits.MIB
-    pids_kept_for_host: int = 4096
+    shm_bytes: int | str = 64 * limits.MIB  # size of /dev/shm in a sandbox
+    pids_kept_for_host: int = 4096  # of the kernel's, which sandboxes together leave to others
+    memory_kept_for_host: int | str = limits.GIB  # which sandboxes together leave; at most a quarter of the machine
 
     def fields(self) -> dict[str, object]:
         """For ContainerConfig, beside its directories."""
@@ -134,11 +137,12 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             "disk": self.disk,
             "shm_bytes": parse_size(self.shm_bytes, "shm_bytes"),
             "pids_kept_for_host": self.pids_kept_for_host,
+            "memory_kept_for_host": parse_size(self.memory_kept_for_host, "memory_kept_for_host"),
         }
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    level: str = "info"
+    level: str = "info"  # debug, info, warning or error
     file_bytes_max: int | str = 16 * limits.MIB  # of a detached service; one older file is kept beside it
 
     def __post_init__(self) -> None:
@@ -151,8 +155,8 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole of it, one record for each part. Directories that are not given depend on who runs it."""
 
-    run_dir: str
-    state_dir: str
+    run_dir: str  # socket, locks and the launcher's files; gone after a reboot
+    state_dir: str  # environments, sandboxes' files, journal, records, tokens and logs
     api: ApiConfig = ApiConfig()
     node: NodeSettings = NodeSettings()
     container: ContainerSettings = ContainerSettings()

@@ -1,0 +1,1 @@
+"""The pages of docs/reference, each from what the code declares."""
