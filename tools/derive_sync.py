@@ -29,7 +29,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dsec.sdk.blocking import Blocking, SocketLike, portal, unwrap
+from dsec.sdk.blocking import Blocking, portal, unwrap
+from dsec.sdk.socketlike import SocketLike
 '''
 
 FOOTER = """

@@ -208,29 +208,3 @@ class Blocking(Generic[A]):
 
 def unwrap(value: Any) -> Any:
     return value._async if isinstance(value, Blocking) else value
-
-
-class SocketLike:
-    """The names that sockets have, for what expects one."""
-
-    def read(self, max_bytes: int = 65_536) -> bytes:
-        raise NotImplementedError
-
-    def write(self, data: bytes) -> None:
-        raise NotImplementedError
-
-    def write_eof(self) -> None:
-        raise NotImplementedError
-
-    def recv(self, bufsize: int) -> bytes:
-        """As `socket.recv`: at most `bufsize` bytes, empty at end-of-file."""
-        return self.read(bufsize)
-
-    def sendall(self, data: bytes) -> None:
-        """As `socket.sendall`."""
-        self.write(data)
-
-    def shutdown(self, how: int) -> None:
-        """As `socket.shutdown` with SHUT_WR (or SHUT_RDWR): the other side reads end-of-file."""
-        if how:
-            self.write_eof()

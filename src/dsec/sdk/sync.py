@@ -13,7 +13,7 @@ from dsec.core.errors import (
 )
 from dsec.core.spec import Environment, ReadyProbe
 from dsec.sdk import transfer
-from dsec.sdk.blocking import Blocking, SocketLike, portal, unwrap
+from dsec.sdk.blocking import Blocking, portal, unwrap
 from dsec.sdk.client import AsyncClient, AsyncCreated
 from dsec.sdk.environments import AsyncEnvironments
 from dsec.sdk.files import READ_BYTES_DEFAULT, AsyncFiles, AsyncWatch, RemotePath
@@ -25,6 +25,7 @@ from dsec.sdk.results import Chunk, ExecResult
 from dsec.sdk.running import OutputCallback
 from dsec.sdk.sandbox import AsyncSandbox, ExecInfos, SessionInfos
 from dsec.sdk.sessions import AsyncSession
+from dsec.sdk.socketlike import SocketLike
 from dsec.sdk.tokens import AsyncTokens
 from dsec.wire.environments import BuildEvent, BuildSource, EnvironmentInfo
 from dsec.wire.records import (
