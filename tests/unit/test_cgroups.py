@@ -12,6 +12,7 @@ from dsec.core.errors import HostError
 from dsec.density.cgroups import (
     CgroupHost,
     detect,
+    memory_for_all,
     plan_cgroups,
     prepare_parent,
     read_keyed,
@@ -114,6 +115,32 @@ def test_a_group_with_processes_that_cannot_hand_down_is_explained(
         prepare_parent(CgroupHost(tmp_path, frozenset({"memory"})), "node", pids_max=99)
 
     assert "move them" in (caught.value.hint or "")
+
+
+def test_all_sandboxes_together_leave_memory_to_the_host(tmp_path: Path) -> None:
+    v2, v1 = tmp_path / "v2", tmp_path / "v1"
+    v2.mkdir()
+
+    prepare_parent(CgroupHost(v2, frozenset({"memory"})), "node", pids_max=9, memory_max=4096)
+    prepare_parent(CgroupHost(None, v1={"memory": v1}), "node", pids_max=9, memory_max=4096)
+
+    assert (v2 / "node/memory.max").read_text() == "4096"
+    assert (v1 / "node/memory.limit_in_bytes").read_text() == "4096"
+    assert memory_for_all(16 << 30, 1 << 30) == 15 << 30
+    assert memory_for_all(2 << 30, 1 << 30) == 1536 << 20
+
+
+def test_a_bound_below_what_is_used_already_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Path.write_text
+
+    def refuse(path: Path, text: str) -> int:
+        if path.name.startswith("memory"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+
+    prepare_parent(CgroupHost(None, v1={"memory": tmp_path}), "node", pids_max=9, memory_max=4096)
 
 
 def test_a_kernel_without_swap_has_no_limit_of_it() -> None:

@@ -110,28 +110,45 @@ def plan_cgroups(host: CgroupHost, parent: str, name: str, *, cpu: float, memory
     )
 
 
-def prepare_parent(host: CgroupHost, parent: str, *, pids_max: int) -> None:
-    """Make the node's own directory in each hierarchy; all sandboxes together get at most `pids_max` processes.
+def memory_for_all(total_bytes: int, kept_for_host_bytes: int) -> int:
+    """What all sandboxes together may use, whatever each is promised. A small host keeps a quarter of itself."""
+    return total_bytes - min(kept_for_host_bytes, total_bytes // 4)
+
+
+def prepare_parent(host: CgroupHost, parent: str, *, pids_max: int, memory_max: int | None = None) -> None:
+    """Make the node's own directory in each hierarchy: all sandboxes together get at most `pids_max` processes and
+    `memory_max` bytes, so that what they are promised beyond is theirs to fight for, and never the host's.
 
     Raises HostError naming what the host refused.
     """
     hint = "run as root, or in a unit with Delegate=yes"
     try:
         if host.v2 is not None:
-            _prepare_v2(host.v2, parent, host.v2_controllers, pids_max)
+            _prepare_v2(host.v2, parent, host.v2_controllers, pids_max, memory_max)
         for controller, mount in host.v1.items():
             if host.limits(controller) == "v1":
                 directory = mount / parent
                 directory.mkdir(parents=True, exist_ok=True)
                 if controller == "pids":
                     (directory / "pids.max").write_text(str(pids_max))
+                elif controller == "memory" and memory_max is not None:
+                    _set_memory(directory / "memory.limit_in_bytes", memory_max)
     except OSError as error:
         if error.errno == errno.EBUSY:
             hint = "processes are in a cgroup above it, which then hands nothing down; move them to one beside it"
         raise HostError(f"cannot make the cgroup {parent!r}: {error}", hint=hint) from error
 
 
-def _prepare_v2(mount: Path, parent: str, controllers: frozenset[str], pids_max: int) -> None:
+def _set_memory(file: Path, memory_max: int) -> None:
+    try:
+        file.write_text(str(memory_max))
+    except OSError as error:
+        # Sandboxes of before use more than that, as when the host has less than it had: the bound of then stays.
+        if error.errno != errno.EBUSY:
+            raise
+
+
+def _prepare_v2(mount: Path, parent: str, controllers: frozenset[str], pids_max: int, memory_max: int | None) -> None:
     directory = mount
     for part in Path(parent).parts:
         _hand_down(directory, controllers)
@@ -140,6 +157,8 @@ def _prepare_v2(mount: Path, parent: str, controllers: frozenset[str], pids_max:
     _hand_down(directory, controllers)
     if "pids" in controllers:
         (directory / "pids.max").write_text(str(pids_max))
+    if "memory" in controllers and memory_max is not None:
+        _set_memory(directory / "memory.max", memory_max)
 
 
 def _hand_down(directory: Path, controllers: frozenset[str]) -> None:

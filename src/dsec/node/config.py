@@ -39,9 +39,9 @@ class NodeConfig:
     run_dir: Path
     substrates: frozenset[Substrate] = field(default_factory=lambda: frozenset({Substrate.CONTAINER}))
     sandboxes_max: int = limits.SANDBOXES_PER_NODE_MAX
-    # Promised memory over the machine's. Most sandboxes wait for a model and use little of their limit; what is really
-    # left is looked at as well.
-    memory_overcommit: float = 10.0
+    # Promised memory over the machine's. Most sandboxes wait for a model and use little of their limit: what decides is
+    # what is really left. All together are held to the machine's memory; this only keeps promises from being absurd.
+    memory_overcommit: float = 200.0
     memory_available_bytes_min: int = limits.MEMORY_AVAILABLE_BYTES_MIN
     disk_free_bytes_min: int = limits.DISK_FREE_BYTES_MIN
     records_bytes_max: int = limits.RECORDS_BYTES_MAX  # output kept of one sandbox, over all its execs

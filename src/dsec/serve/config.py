@@ -90,7 +90,6 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     substrates: tuple[Substrate, ...] = (Substrate.CONTAINER,)  # what it offers
     sandboxes_max: int = limits.SANDBOXES_PER_NODE_MAX  # that live at once
     memory_overcommit: float = 200.0  # memory promised to sandboxes, over the machine's
-    memory_pressure_max: float = 0.2  # share of ten seconds spent waiting for memory; above it, creates are refused
     memory_available_bytes_min: int | str = limits.MEMORY_AVAILABLE_BYTES_MIN  # with less left, creates are refused
     disk_free_bytes_min: int | str = limits.DISK_FREE_BYTES_MIN  # with less left, creates and builds are refused
     records_bytes_max: int | str = limits.RECORDS_BYTES_MAX
@@ -109,7 +108,6 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             substrates=frozenset(self.substrates),
             sandboxes_max=self.sandboxes_max,
             memory_overcommit=self.memory_overcommit,
-            memory_pressure_max=self.memory_pressure_max,
             memory_available_bytes_min=parse_size(self.memory_available_bytes_min, "memory_available_bytes_min"),
             disk_free_bytes_min=parse_size(self.disk_free_bytes_min, "disk_free_bytes_min"),
             records_bytes_max=parse_size(self.records_bytes_max, "records_bytes_max"),

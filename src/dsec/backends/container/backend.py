@@ -32,7 +32,7 @@ from dsec.core.errors import DeadlineError, DsecError, GoneError, HostError, Lau
 from dsec.core.ids import NodeId, SandboxId, new_node_id, new_sandbox_id
 from dsec.core.spec import Environment, NetworkMode, SandboxSpec, Substrate
 from dsec.core.states import EndCause
-from dsec.density.cgroups import CgroupHost, detect, prepare_parent, remove_parent
+from dsec.density.cgroups import CgroupHost, detect, memory_for_all, prepare_parent, remove_parent
 from dsec.security import syscalls
 from dsec.security.idranges import IdRanges
 from dsec.wire.launch import (
@@ -291,7 +291,13 @@ class ContainerBackend:
         config = self._config
         parent = f"{config.cgroup_parent}/{self._node}"
         pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
-        prepare_parent(self._host, parent, pids_max=max(64, pid_max - config.pids_kept_for_host))
+        memory_total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        prepare_parent(
+            self._host,
+            parent,
+            pids_max=max(64, pid_max - config.pids_kept_for_host),
+            memory_max=memory_for_all(memory_total, config.memory_kept_for_host),
+        )
         for directory in (config.run_dir / "sb", config.state_dir / "sandboxes"):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._ids.open()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsec.core.errors import InvalidArgumentError
-from dsec.core.limits import MIB
+from dsec.core.limits import GIB, MIB
 
 # sun_path holds 108 bytes; "<run>/sb/<sandbox id>.sock" takes 38 of them.
 RUN_DIR_BYTES_MAX = 60
@@ -23,6 +23,7 @@ class ContainerConfig:
     disk: str = "directory"  # "directory": no limit is enforced; "tmpfs": limited, in memory, counted as such
     shm_bytes: int = 64 * MIB
     pids_kept_for_host: int = 4096
+    memory_kept_for_host: int = GIB  # what all sandboxes together leave; at most a quarter of the machine
     launcher_start_s: float = 10.0
 
     def __post_init__(self) -> None:
