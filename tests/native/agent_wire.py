@@ -18,6 +18,11 @@ from dsec.wire.frames import Channel, Data, Frame, FrameDecoder, FrameType, deco
 DEADLINE_S = 60.0
 
 
+def request(stream: int, op: str, **args: Any) -> bytes:
+    """The frame of a request, for those who send several in one piece."""
+    return encode_frame(FrameType.REQ, stream, msgspec.msgpack.encode({"op": op, "args": args}))
+
+
 class Refused(Exception):
     """The agent answered ERR."""
 
@@ -82,6 +87,14 @@ class AgentWire:
         while not self._waiting[stream]:
             self._sort(self._receive(deadline - time.monotonic()))
         return self._waiting[stream].popleft()
+
+    def next_streams(self, count: int) -> list[int]:
+        """Of which streams the next frames are, in the order in which they come."""
+        streams: list[int] = []
+        while len(streams) < count:
+            found = self._decoder.feed(self._receive(DEADLINE_S))
+            streams += [frame.stream for frame in found]
+        return streams
 
     def none_within(self, stream: int, timeout_s: float) -> bool:
         """Whether the stream stays silent that long."""

@@ -129,6 +129,7 @@ impl Agent {
             }
             self.fire_timers();
             more = self.pump();
+            more |= self.walk_watches();
             if let Some(work) = &mut self.work {
                 work.sweep_if_due();
             }
@@ -331,6 +332,7 @@ impl Agent {
                 Timer::KillAgain(key) => self.kill_again(key),
                 Timer::Quiet(key) | Timer::DrainEnd(key) => self.drain_is_over(key),
                 Timer::Preamble(number) => self.pending.retain(|p| p.number != number),
+                Timer::Departures => self.departures_are_over(),
                 Timer::Shutdown => self.finish(),
                 Timer::Clock => {}
             }

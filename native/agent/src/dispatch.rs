@@ -126,7 +126,7 @@ impl Agent {
             "session_close" => self.op_session_close(args),
             "sessions" => none(args).and_then(|()| self.op_sessions()),
             "stat" => self.op_stat(args),
-            "list" => self.op_list(args),
+            "list" => self.op_list(stream, args),
             "read" => self.op_read(stream, args),
             "write" => self.op_write(stream, args),
             "mkdir" => self.op_mkdir(args),

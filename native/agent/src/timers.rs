@@ -17,6 +17,8 @@ pub enum Timer {
     DrainEnd(u32),
     /// A connection has not shown its preamble.
     Preamble(u32),
+    /// What was moved and has not arrived has left the watched trees.
+    Departures,
     /// The grace of a shutdown is over.
     Shutdown,
     /// One turn of the wait for `clock` after `freeze_prepare` is over.

@@ -25,6 +25,8 @@ pub struct Change {
     pub mask: u32,
     pub cookie: u32,
     pub name: Vec<u8>,
+    /// Bytes that it took in what was read.
+    pub size: usize,
 }
 
 pub fn new_instance() -> io::Result<OwnedFd> {
@@ -50,6 +52,17 @@ pub fn remove_watch(fd: &impl AsRawFd, watch: i32) {
     unsafe { libc::inotify_rm_watch(fd.as_raw_fd(), watch) };
 }
 
+/// Bytes of changes that have happened and are not read yet.
+pub fn waiting_bytes(fd: &impl AsRawFd) -> u64 {
+    let mut count: libc::c_int = 0;
+    // SAFETY: `count` is valid during the call, and is what FIONREAD writes to.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), libc::FIONREAD, &raw mut count) };
+    match result {
+        0 => u64::try_from(count).unwrap_or(0),
+        _ => 0,
+    }
+}
+
 /// The events in a buffer that read(2) filled.
 pub fn parse_changes(mut bytes: &[u8]) -> Vec<Change> {
     const HEAD: usize = std::mem::size_of::<libc::inotify_event>();
@@ -69,6 +82,7 @@ pub fn parse_changes(mut bytes: &[u8]) -> Vec<Change> {
             mask: word(bytes, 4),
             cookie: word(bytes, 8),
             name: padded[..length].to_vec(),
+            size: end,
         });
         bytes = &bytes[end..];
     }

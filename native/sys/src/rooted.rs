@@ -155,6 +155,34 @@ pub fn rename_path(source: &CStr, target: &CStr, replace: bool) -> io::Result<()
     .map(drop)
 }
 
+/// File systems whose files have no size before they are read: what stat says of them is 0, or a page.
+const MADE_WHEN_READ: [i64; 11] = [
+    0x9fa0,      // proc
+    0x6265_6572, // sysfs
+    0x0027_e0eb, // cgroup
+    0x6367_7270, // cgroup2
+    0x6462_6720, // debugfs
+    0x7472_6163, // tracefs
+    0x7363_6673, // securityfs
+    0xf97c_ff8c, // selinuxfs
+    0x6265_6570, // configfs
+    0x6165_676c, // pstore
+    0xde5e_81e4, // efivarfs
+];
+
+/// Whether the content of an open file is made up by the kernel as it is read.
+pub fn is_made_when_read(file: &impl AsRawFd) -> bool {
+    // SAFETY: statfs is plain data for which zeroes are valid; the record is valid during the call.
+    let kind = unsafe {
+        let mut facts: libc::statfs = std::mem::zeroed();
+        match libc::fstatfs(file.as_raw_fd(), &raw mut facts) {
+            0 => facts.f_type,
+            _ => 0,
+        }
+    };
+    MADE_WHEN_READ.contains(&kind)
+}
+
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DiskSpace {
     pub used_bytes: u64,

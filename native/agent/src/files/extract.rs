@@ -2,7 +2,7 @@
 
 use std::ffi::CString;
 use std::fs::{File, Permissions};
-use std::io::{self, BufReader, Read};
+use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -19,6 +19,8 @@ use super::tar::BLOCK_BYTES;
 /// Of a header's extension: names are at most a path long, and there are a few of them.
 const EXTENSION_BYTES_MAX: u64 = 1 << 20;
 const PATH_BYTES_MAX: usize = 4_095;
+/// What is looked at for zeroes, and written, at a time.
+const HOLE_BYTES: usize = 64 << 10;
 
 /// One entry, with everything that extension headers said before it.
 #[derive(Debug, Default)]
@@ -114,10 +116,7 @@ impl Target {
         self.clear(above, name)?;
         let parent = self.parent(above)?;
         let mut file = File::from(open_in_root(parent, name, NEW_FILE, 0o600)?);
-        let copied = io::copy(&mut input.by_ref().take(entry.size), &mut file)?;
-        if copied != entry.size {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
+        copy_with_holes(input, &mut file, entry.size)?;
         skip(input, padding(entry.size))?;
         self.own(above, name, entry)?;
         file.set_permissions(Permissions::from_mode(entry.mode & 0o7777))?;
@@ -240,6 +239,27 @@ impl Target {
         };
         fd.set_permissions(Permissions::from_mode(entry.mode & 0o7777))?;
         set_mtime_at(&fd.as_raw_fd(), c".", entry.mtime, entry.mtime_ns)
+    }
+}
+
+/// Pieces of zeroes become holes: a tar stream has none, and a large empty file would fill the disk.
+fn copy_with_holes(input: &mut impl Read, file: &mut File, size: u64) -> io::Result<()> {
+    let mut piece = vec![0u8; HOLE_BYTES.min(size as usize)];
+    let mut left = size;
+    let mut hole = false;
+    while left > 0 {
+        let count = (piece.len() as u64).min(left) as usize;
+        input.read_exact(&mut piece[..count])?;
+        hole = piece[..count].iter().all(|byte| *byte == 0);
+        match hole {
+            true => drop(file.seek(SeekFrom::Current(count as i64))?),
+            false => file.write_all(&piece[..count])?,
+        }
+        left -= count as u64;
+    }
+    match hole {
+        true => file.set_len(size),
+        false => Ok(()),
     }
 }
 

@@ -1,4 +1,5 @@
-//! Long file operations in a forked child, so that the loop never waits for a disk: archive, extract, removal of trees.
+//! Long file operations in a forked child, so that the loop never waits for a disk: archive, extract, large lists,
+//! removal of trees.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -30,9 +31,10 @@ use crate::users::Account;
 const REPORT_BYTES_MAX: usize = 16 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Job {
+pub enum Job {
     Archive,
     Extract,
+    List,
     Remove,
 }
 
@@ -41,7 +43,7 @@ pub struct Helper {
     path: Vec<u8>,
     /// 0 once it is reaped.
     pid: i32,
-    /// Tar bytes: from the child for an archive, to it for an extraction.
+    /// Tar bytes: from the child for an archive, to it for an extraction. Of a list its answer.
     data: Option<Source>,
     waiting: VecDeque<u8>,
     offset: u64,
@@ -125,7 +127,7 @@ impl Agent {
         Ok(Answer::Opened)
     }
 
-    fn start_helper(
+    pub fn start_helper(
         &mut self,
         stream: u32,
         job: Job,
@@ -139,7 +141,7 @@ impl Agent {
         set_nonblocking(&report.read).map_err(failed)?;
         let (ours, theirs) = match job {
             Job::Extract => (data.write, data.read),
-            Job::Archive | Job::Remove => (data.read, data.write),
+            Job::Archive | Job::List | Job::Remove => (data.read, data.write),
         };
         set_nonblocking(&ours).map_err(failed)?;
         let keep = [theirs.as_raw_fd(), report.write.as_raw_fd()];
@@ -155,7 +157,7 @@ impl Agent {
             report.read,
             Token::HelperReport(stream).pack(),
         );
-        if job == Job::Archive {
+        if matches!(job, Job::Archive | Job::List) {
             ours.want(READ).map_err(failed)?;
         }
         report.want(READ).map_err(failed)?;
@@ -185,6 +187,7 @@ impl Agent {
         match helper.job {
             Job::Archive => helper.take_archive(scratch),
             Job::Extract => consumed = helper.give_archive(),
+            Job::List => helper.take_list(scratch),
             Job::Remove => {}
         }
         self.grant(id, consumed);
@@ -289,8 +292,11 @@ impl Agent {
                 }
             }
         }
-        let sent =
-            helper.job != Job::Archive || (helper.waiting.is_empty() && helper.data.is_none());
+        let sent = match helper.job {
+            Job::Archive => helper.waiting.is_empty() && helper.data.is_none(),
+            Job::List => helper.data.is_none(),
+            Job::Extract | Job::Remove => true,
+        };
         match (&helper.outcome, sent) {
             (Some(outcome), true) => {
                 answer(link, id, helper, outcome);
@@ -324,6 +330,15 @@ impl Helper {
         match source.read(scratch) {
             Ok(None) => {}
             Ok(Some(count)) if count > 0 => self.waiting.extend(&scratch[..count]),
+            _ => self.data = None,
+        }
+    }
+
+    /// An answer is at most a frame, and is kept until it is whole.
+    fn take_list(&mut self, scratch: &mut [u8]) {
+        match self.data.as_ref().map(|source| source.read(scratch)) {
+            Some(Ok(None)) => {}
+            Some(Ok(Some(count))) if count > 0 => self.waiting.extend(&scratch[..count]),
             _ => self.data = None,
         }
     }
@@ -375,6 +390,12 @@ fn answer(link: &mut crate::link::Link, id: u32, helper: &Helper, outcome: &Repo
         }
         (None, Job::Archive) => link.end(id),
         (None, Job::Extract) => link.send(FrameType::End, id, &outcome.written),
+        (None, Job::List) => {
+            let body: Vec<u8> = helper.waiting.iter().copied().collect();
+            if link.send_body(FrameType::Res, id, &body).is_err() {
+                link.refuse(id, Refusal::new("internal", "the answer is too long"));
+            }
+        }
         (None, Job::Remove) => link.send(FrameType::Res, id, &Empty {}),
     }
 }

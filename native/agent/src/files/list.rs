@@ -2,43 +2,82 @@
 
 use std::collections::BinaryHeap;
 use std::ffi::OsString;
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 
-use dsec_protocol::codec::decode;
-use dsec_protocol::files::{ListArgs, ListReply};
+use dsec_protocol::codec::{decode, encode};
+use dsec_protocol::files::{ListArgs, ListReply, Written};
 use dsec_protocol::limits::LIST_ENTRIES_MAX;
 
-use super::stat_of;
+use super::helper::Job;
+use super::{path_of, stat_of};
 use crate::agent::Agent;
 use crate::dispatch::{reply, Answer};
 use crate::refusal::Refusal;
+use crate::users::Account;
 
 /// Names and targets of a page: an answer is one frame.
 const PAGE_BYTES_MAX: usize = 512 << 10;
+/// Directories up to this are listed at once; larger ones in a child, as the loop has others to serve.
+const INLINE_ENTRIES_MAX: usize = 256;
 
 impl Agent {
-    pub fn op_list(&mut self, args: &[u8]) -> Result<Answer, Refusal> {
+    pub fn op_list(&mut self, stream: u32, args: &[u8]) -> Result<Answer, Refusal> {
         let args: ListArgs = decode(args)?;
         if args.limit == 0 {
             return Err(Refusal::invalid("limit is at least 1"));
         }
         let limit = args.limit.min(LIST_ENTRIES_MAX as u64) as usize;
-        let after = args.after.as_deref().unwrap_or_default();
-        let page = self.on_path(&args.path, args.user.as_deref(), |path| {
-            list_page(path, after, limit)
+        let after = args.after.unwrap_or_default();
+        let account = self.account(args.user.as_deref())?;
+        let small =
+            self.on_path_as(&args.path, &account, |path| small_page(path, &after, limit))?;
+        match small {
+            Some(page) => reply(&page),
+            None => self.list_large(stream, &args.path, &account, after, limit),
+        }
+    }
+
+    fn list_large(
+        &mut self,
+        stream: u32,
+        path: &[u8],
+        account: &Account,
+        after: Vec<u8>,
+        limit: usize,
+    ) -> Result<Answer, Refusal> {
+        let target = path_of(path)?;
+        self.start_helper(stream, Job::List, path, account, move |mut out| {
+            let page = large_page(&target, &after, limit)?;
+            let body = encode(&page).map_err(io::Error::other)?;
+            out.write_all(&body)?;
+            Ok(Written::default())
         })?;
-        reply(&page)
+        Ok(Answer::Opened)
     }
 }
 
-/// The first `limit` names after `after`. However large the directory is, only one page of names is held.
-fn list_page(path: &Path, after: &[u8], limit: usize) -> io::Result<ListReply> {
+/// `None` when the directory is too large for this.
+fn small_page(path: &Path, after: &[u8], limit: usize) -> io::Result<Option<ListReply>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(path)? {
+        names.push(entry?.file_name().into_vec());
+        if names.len() > INLINE_ENTRIES_MAX {
+            return Ok(None);
+        }
+    }
+    names.retain(|name| name.as_slice() > after);
+    names.sort_unstable();
+    page_of(path, names, limit).map(Some)
+}
+
+/// However large the directory is, only one page of names is held.
+fn large_page(path: &Path, after: &[u8], limit: usize) -> io::Result<ListReply> {
     let mut first: BinaryHeap<Vec<u8>> = BinaryHeap::new();
     for entry in std::fs::read_dir(path)? {
         let name = entry?.file_name().into_vec();
-        if name.as_slice() <= after {
+        if name.as_slice() <= after || (first.len() > limit && first.peek() < Some(&name)) {
             continue;
         }
         first.push(name);
@@ -46,7 +85,11 @@ fn list_page(path: &Path, after: &[u8], limit: usize) -> io::Result<ListReply> {
             first.pop();
         }
     }
-    let mut names = first.into_sorted_vec();
+    page_of(path, first.into_sorted_vec(), limit)
+}
+
+/// The first `limit` of the sorted names, with what is known of each.
+fn page_of(path: &Path, mut names: Vec<Vec<u8>>, limit: usize) -> io::Result<ListReply> {
     let mut more = names.len() > limit;
     names.truncate(limit);
     let mut entries = Vec::with_capacity(names.len());

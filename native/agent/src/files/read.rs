@@ -8,7 +8,7 @@ use dsec_protocol::codec::decode;
 use dsec_protocol::files::ReadArgs;
 use dsec_protocol::frames::{Data, FrameType, CHANNEL_OUT};
 use dsec_protocol::limits::DATA_BYTES_MAX;
-use dsec_sys::rooted::NOT_BLOCKING;
+use dsec_sys::rooted::{is_made_when_read, NOT_BLOCKING};
 
 use super::{path_of, stat_of};
 use crate::agent::Agent;
@@ -40,7 +40,12 @@ impl Agent {
         if !facts.is_file() {
             return Err(Refusal::new("not_a_file", "only regular files are read"));
         }
-        self.send(FrameType::Res, stream, &stat_of(&target, &facts));
+        let mut stat = stat_of(&target, &facts);
+        if is_made_when_read(&file) {
+            // sysfs says a page whatever there is. With 0 nobody counts on a size.
+            stat.size = 0;
+        }
+        self.send(FrameType::Res, stream, &stat);
         let reading = Reading {
             file,
             path: args.path,

@@ -9,13 +9,15 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use dsec_protocol::files::Written;
-use dsec_sys::rooted::{NOT_BLOCKING, NOT_FOLLOWING};
+use dsec_sys::rooted::{is_made_when_read, NOT_BLOCKING, NOT_FOLLOWING};
 
 use super::helper::EntryError;
 
 pub const BLOCK_BYTES: usize = 512;
 /// Files whose second name becomes a link entry. Beyond, they are written again: larger, not wrong.
 const LINKS_MAX: usize = 65_536;
+/// A file of sysfs is a page at most; some binary ones are larger.
+const MADE_UP_BYTES_MAX: u64 = 64 << 10;
 const OCTAL_ID_MAX: u64 = 0o777_7777;
 const OCTAL_SIZE_MAX: u64 = 0o77_777_777_777;
 
@@ -113,12 +115,30 @@ impl Archive {
         if facts.nlink() > 1 && self.links.len() < LINKS_MAX {
             self.links.insert(identity, name.to_vec());
         }
+        if is_made_when_read(&file) {
+            return self.add_made_up(file, name, &facts);
+        }
         self.header(name, b'0', &facts, facts.len(), b"")?;
         let copied = io::copy(&mut file.take(facts.len()), &mut self.out)?;
         self.written.bytes += copied;
         // A file that shrank meanwhile is filled up: the header has promised its size.
         io::copy(&mut io::repeat(0).take(facts.len() - copied), &mut self.out)?;
         self.pad(facts.len())
+    }
+
+    /// Of sysfs and its like: the size is known when it is read, and what cannot be read is empty. As stat says a size of
+    /// 0, files of /proc are empty too.
+    fn add_made_up(&mut self, file: File, name: &[u8], facts: &Metadata) -> io::Result<()> {
+        let mut content = Vec::new();
+        let most = facts.len().min(MADE_UP_BYTES_MAX);
+        if file.take(most).read_to_end(&mut content).is_err() {
+            content.clear();
+        }
+        let size = content.len() as u64;
+        self.header(name, b'0', facts, size, b"")?;
+        self.out.write_all(&content)?;
+        self.written.bytes += size;
+        self.pad(size)
     }
 
     fn header(
