@@ -72,15 +72,22 @@ class CuttingProxy:
     `answer_bytes`: after so many bytes of answers on one connection. `request_bytes`: likewise of requests.
     `before_answer`: requests that begin with one of these lines reach the service, and their answer nobody. Each
     entry is used up by one cut; `answer_bytes` and `request_bytes` hold for every connection until `cuts_left` is 0.
+    `stall_…`: after so many bytes of one connection nothing more passes that way, until `go_on`.
     """
 
     path: Path
     answer_bytes: int | None = None
     request_bytes: int | None = None
     before_answer: list[bytes] = field(default_factory=list)
+    stall_answer_bytes: int | None = None
+    stall_request_bytes: int | None = None
     cuts_left: int = 1_000_000
     cuts: int = 0
     connections: int = 0
+    answer_bytes_seen: int = 0
+    request_bytes_seen: int = 0
+    stalled: bool = False
+    _going: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
@@ -121,6 +128,8 @@ class CuttingProxy:
                         break
                 if self._over(seen := seen + len(data), self.request_bytes):
                     return
+                self.request_bytes_seen += len(data)
+                await self._stall(seen, self.stall_request_bytes)
                 there_writer.write(data)
                 await there_writer.drain()
 
@@ -134,6 +143,8 @@ class CuttingProxy:
                 if over and self.answer_bytes is not None:
                     data = data[: max(self.answer_bytes - seen, 0)]
                 seen += len(data)
+                self.answer_bytes_seen += len(data)
+                await self._stall(seen, self.stall_answer_bytes)
                 writer.write(data)
                 await writer.drain()
                 if over:
@@ -148,6 +159,14 @@ class CuttingProxy:
             for side in (writer, there_writer):
                 side.transport.abort()
             await asyncio.gather(*both, return_exceptions=True)
+
+    async def _stall(self, seen: int, limit: int | None) -> None:
+        if limit is not None and seen > limit:
+            self.stalled = True
+            await self._going.wait()
+
+    def go_on(self) -> None:
+        self._going.set()
 
     def _over(self, seen: int, limit: int | None) -> bool:
         if limit is None or seen <= limit or self.cuts_left <= 0:

@@ -25,7 +25,7 @@ from dsec.wire.records import FileInfo, FilePage, WatchNotice, WriteAnswer
 
 READ_BYTES_DEFAULT: Final = 256 << 20  # what one read may bring into memory: the sandbox decides how big its files are
 _TRANSFER_TIMEOUT_S: Final = 86_400.0
-_RESUMES_MAX: Final = 8  # without progress
+_RESUMES_MAX: Final = 20  # without progress, some 30 s: a node that is started again
 RemotePath = str | bytes
 
 
@@ -109,8 +109,15 @@ class AsyncFiles:
         """
         if offset < 0 or (length is not None and length < 0):
             raise LimitError("offset and length must not be negative")
-        at, end = offset, None if length is None else offset + length
-        first: FileInfo | None = None
+        end = None if length is None else offset + length
+        async with aclosing(self._content(path, offset, end, user, None)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _content(
+        self, path: RemotePath, at: int, end: int | None, user: str | None, first: FileInfo | None
+    ) -> AsyncGenerator[bytes, None]:
+        """The bytes from `at` on. `first`: what the file was when the bytes before were read."""
         failures = 0
         while end is None or at < end:
             try:
@@ -122,7 +129,7 @@ class AsyncFiles:
                 ) as response:
                     info = _info_of(response.headers.get(api.HEADER_FILE_INFO.lower()))
                     if first is not None and _changed(first, info):
-                        raise ConflictError(f"{_shown(path)} was changed while it was being read", hint="read it again")
+                        raise _was_changed(path)
                     first = info
                     async for piece in response.pieces():
                         at += len(piece)
@@ -131,7 +138,10 @@ class AsyncFiles:
                 return
             except InvalidArgumentError:
                 # A range from the end on is refused; reading there gives nothing.
-                if at == 0 or at < (await self.stat(path, user=user)).size:
+                info = await self.stat(path, user=user)
+                if first is not None and _changed(first, info):
+                    raise _was_changed(path) from None
+                if at == 0 or at < info.size:
                     raise
                 return
             except UnavailableError as error:
@@ -280,6 +290,10 @@ def _info_of(header: str | None) -> FileInfo:
     if header is None:
         raise ProtocolError("the service did not say which file it sends")
     return decode_reply(header, FileInfo)
+
+
+def _was_changed(path: RemotePath) -> ConflictError:
+    return ConflictError(f"{_shown(path)} was changed while it was being read", hint="read it again")
 
 
 def _changed(before: FileInfo, now: FileInfo) -> bool:

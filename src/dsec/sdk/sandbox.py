@@ -368,13 +368,20 @@ class AsyncSandbox:
 
     # ---- files and ports ----
 
-    async def upload(self, local: str | PathLike[str], remote: str, *, user: str | None = None) -> transfer.Transfer:
+    async def upload(
+        self, local: str | PathLike[str], remote: str, *, user: str | None = None, resume: bool = False
+    ) -> transfer.Transfer:
         """Copies a file, or what is in a directory, into the sandbox; in constant memory, taken up where it broke.
 
         A file becomes `remote`, or goes below it when that is a directory or ends in "/". Of a directory the content
-        goes below `remote`, which is made. Owners become `user`, or root.
+        goes below `remote`, which is made. Owners become `user`, or root. With `resume` what an upload of the same
+        unchanged file has left behind (of more than 8 MiB; its process was killed, say) is read back, compared, and
+        gone on from; and an upload that fails leaves its part for that.
+        Raises ConflictError when the file is changed meanwhile.
         """
-        return await transfer.upload(self._transport, self._files, self.id, Path(local), remote, user=user)
+        return await transfer.upload(
+            self._transport, self._files, self.id, Path(local), remote, user=user, resume=resume
+        )
 
     async def download(
         self,
@@ -384,11 +391,14 @@ class AsyncSandbox:
         max_bytes: int = limits.DOWNLOAD_BYTES_DEFAULT,
         max_entries: int = limits.DOWNLOAD_ENTRIES_DEFAULT,
         user: str | None = None,
+        resume: bool = False,
     ) -> transfer.Transfer:
         """Copies a file, or what is in a directory, out of the sandbox. Nothing is written outside `local`.
 
         The sandbox is not trusted: links that lead out of `local`, devices and the like are left out (and named in
         `skipped`), set-id bits and owners are not taken over. Raises LimitError above `max_bytes` or `max_entries`.
+        With `resume` a download of a file goes on with what one before has left beside `local`, and leaves it there
+        when it fails. Raises ConflictError when the file was changed in between.
         """
         return await transfer.download(
             self._transport,
@@ -400,6 +410,7 @@ class AsyncSandbox:
             user=user,
             max_bytes=max_bytes,
             max_entries=max_entries,
+            resume=resume,
         )
 
     async def connect_port(

@@ -733,13 +733,18 @@ class Sandbox(Blocking[AsyncSandbox]):
         """Its sessions that live."""
         return portal().run(self._async.sessions())
 
-    def upload(self, local: str | PathLike[str], remote: str, *, user: str | None = None) -> transfer.Transfer:
+    def upload(
+        self, local: str | PathLike[str], remote: str, *, user: str | None = None, resume: bool = False
+    ) -> transfer.Transfer:
         """Copies a file, or what is in a directory, into the sandbox; in constant memory, taken up where it broke.
 
         A file becomes `remote`, or goes below it when that is a directory or ends in "/". Of a directory the content
-        goes below `remote`, which is made. Owners become `user`, or root.
+        goes below `remote`, which is made. Owners become `user`, or root. With `resume` what an upload of the same
+        unchanged file has left behind (of more than 8 MiB; its process was killed, say) is read back, compared, and
+        gone on from; and an upload that fails leaves its part for that.
+        Raises ConflictError when the file is changed meanwhile.
         """
-        return portal().run(self._async.upload(local, remote, user=user))
+        return portal().run(self._async.upload(local, remote, user=user, resume=resume))
 
     def download(
         self,
@@ -749,14 +754,17 @@ class Sandbox(Blocking[AsyncSandbox]):
         max_bytes: int = limits.DOWNLOAD_BYTES_DEFAULT,
         max_entries: int = limits.DOWNLOAD_ENTRIES_DEFAULT,
         user: str | None = None,
+        resume: bool = False,
     ) -> transfer.Transfer:
         """Copies a file, or what is in a directory, out of the sandbox. Nothing is written outside `local`.
 
         The sandbox is not trusted: links that lead out of `local`, devices and the like are left out (and named in
         `skipped`), set-id bits and owners are not taken over. Raises LimitError above `max_bytes` or `max_entries`.
+        With `resume` a download of a file goes on with what one before has left beside `local`, and leaves it there
+        when it fails. Raises ConflictError when the file was changed in between.
         """
         return portal().run(
-            self._async.download(remote, local, max_bytes=max_bytes, max_entries=max_entries, user=user)
+            self._async.download(remote, local, max_bytes=max_bytes, max_entries=max_entries, user=user, resume=resume)
         )
 
     def connect_port(self, port: int | None = None, *, host: str = "localhost", path: str | None = None) -> Connection:

@@ -5,26 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import stat
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from dsec.core.errors import InvalidArgumentError, LimitError, UnavailableError
+from dsec.core.errors import ConflictError, InvalidArgumentError, LimitError, UnavailableError
 from dsec.core.spec import check_path
 from dsec.sdk.files import AsyncFiles
+from dsec.sdk.parts import PIECE_BYTES, LocalFile, arrived, local_part, open_part, remote_part
 from dsec.sdk.tar import tar_chunks
 from dsec.sdk.transport import Query, Transport, decode_reply
 from dsec.sdk.untar import Unpacker
 from dsec.wire import api
-from dsec.wire.records import WriteAnswer
+from dsec.wire.records import FileInfo, WriteAnswer
 
-_PIECE_BYTES: Final = 256 << 10
 _ATOMIC_BYTES_MAX: Final = 8 << 20  # sent whole and again when the connection breaks; larger ones are resumed
 _ATTEMPTS_MAX: Final = 5
-_PROGRESS_STALLS_MAX: Final = 8
+_PROGRESS_STALLS_MAX: Final = 20  # in a row, some 30 s: a node that is started again
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Transfer:
 
 
 async def upload(
-    transport: Transport, files: AsyncFiles, sandbox: str, local: Path, remote: str, *, user: str | None
+    transport: Transport, files: AsyncFiles, sandbox: str, local: Path, remote: str, *, user: str | None, resume: bool
 ) -> Transfer:
     if await asyncio.to_thread(local.is_dir):
         return await _upload_directory(transport, sandbox, local, remote, user)
@@ -48,7 +47,7 @@ async def upload(
         data = await asyncio.to_thread(local.read_bytes)
         await files.write(target, data, mode=mode, user=user)
         return Transfer(len(data))
-    return await _upload_large(transport, files, sandbox, local, target, mode, user)
+    return await _upload_large(transport, files, sandbox, local, target, mode, user, resume)
 
 
 def _regular(local: Path) -> os.stat_result:
@@ -73,52 +72,65 @@ async def _is_directory(files: AsyncFiles, remote: str, user: str | None) -> boo
 
 
 async def _upload_large(
-    transport: Transport, files: AsyncFiles, sandbox: str, local: Path, target: str, mode: int, user: str | None
+    transport: Transport,
+    files: AsyncFiles,
+    sandbox: str,
+    local: Path,
+    target: str,
+    mode: int,
+    user: str | None,
+    resume: bool,
 ) -> Transfer:
     """To a temporary name beside the target, taken up where it broke, then renamed: nobody sees half a file."""
-    directory, _, name = target.rpartition("/")
-    part = f"{directory}/.{name[:100]}.{secrets.token_hex(8)}.dsec-part"
+    file = await asyncio.to_thread(LocalFile.open, local)
+    part = remote_part(file, target, resume=resume)
     try:
-        size = await _send_resumable(transport, files, sandbox, local, part, mode, user)
+        at = await arrived(files, part, file, user=user) if resume else 0
+        await _send_resumable(transport, files, sandbox, file, part, at, mode, user)
+        file.check_same()
         await files.move(part, target, user=user)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            await asyncio.shield(files.remove(part, missing_ok=True, user=user))
+    except BaseException as error:
+        if not resume or isinstance(error, ConflictError):
+            with contextlib.suppress(Exception):
+                await asyncio.shield(files.remove(part, missing_ok=True, user=user))
         raise
-    return Transfer(size)
+    finally:
+        file.close()
+    return Transfer(file.size)
 
 
 async def _send_resumable(
-    transport: Transport, files: AsyncFiles, sandbox: str, local: Path, part: str, mode: int, user: str | None
-) -> int:
-    file = await asyncio.to_thread(os.open, local, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        at, stalls = 0, 0
-        while True:
-            query: Query = {"path": check_path(part), "offset": at, "mode": f"{mode:o}", "parents": True, "user": user}
-            try:
-                async with transport.stream(
-                    "PUT",
-                    f"/sandboxes/{sandbox}/files",
-                    query=query,
-                    data=_Once(_pieces(file, at)),
-                    headers={"Content-Type": api.TYPE_BYTES},
-                ) as response:
-                    return at + decode_reply(await response.read(), WriteAnswer).bytes
-            except UnavailableError as error:
-                had = at
-                # What arrived is a beginning of the file; the rest goes from there.
-                at = (await files.stat(part, user=user)).size if await files.exists(part, user=user) else 0
-                stalls = 0 if at > had else stalls + 1
-                await transport.pause(error, max(stalls, 1), most=_PROGRESS_STALLS_MAX)
-    finally:
-        os.close(file)
-
-
-async def _pieces(file: int, offset: int) -> AsyncIterator[bytes]:
-    while piece := await asyncio.to_thread(os.pread, file, _PIECE_BYTES, offset):
-        offset += len(piece)
-        yield piece
+    transport: Transport,
+    files: AsyncFiles,
+    sandbox: str,
+    file: LocalFile,
+    part: str,
+    at: int,
+    mode: int,
+    user: str | None,
+) -> None:
+    stalls = 0
+    while True:
+        query: Query = {"path": check_path(part), "offset": at, "mode": f"{mode:o}", "parents": True, "user": user}
+        try:
+            async with transport.stream(
+                "PUT",
+                f"/sandboxes/{sandbox}/files",
+                query=query,
+                data=_Once(file.pieces(at)),
+                length=file.size - at,
+                headers={"Content-Type": api.TYPE_BYTES},
+            ) as response:
+                at += decode_reply(await response.read(), WriteAnswer).bytes
+            if at == file.size:
+                return
+            raise UnavailableError("the service took less than all of a file")
+        except UnavailableError as error:
+            had = at
+            # What arrived is a beginning of the file; the rest goes from there.
+            at = (await files.stat(part, user=user)).size if await files.exists(part, user=user) else 0
+            stalls = 0 if at > had else stalls + 1
+            await transport.pause(error, max(stalls, 1), most=_PROGRESS_STALLS_MAX)
 
 
 async def _upload_directory(transport: Transport, sandbox: str, local: Path, remote: str, user: str | None) -> Transfer:
@@ -170,6 +182,7 @@ async def download(
     user: str | None,
     max_bytes: int,
     max_entries: int,
+    resume: bool,
 ) -> Transfer:
     info = await files.stat(remote, user=user)
     if info.kind == "directory":
@@ -179,44 +192,65 @@ async def download(
     if below or await asyncio.to_thread(local.is_dir):
         # The caller's own spelling, never a name that the sandbox gave.
         local = local / PurePosixPath(remote).name
-    return await _download_file(files, remote, local, info.mode & 0o777, user, max_bytes)
+    return await _download_file(files, sandbox, remote, local, info, user, max_bytes, resume)
 
 
 async def _download_file(
-    files: AsyncFiles, remote: str, local: Path, mode: int, user: str | None, max_bytes: int
+    files: AsyncFiles,
+    sandbox: str,
+    remote: str,
+    local: Path,
+    info: FileInfo,
+    user: str | None,
+    max_bytes: int,
+    resume: bool,
 ) -> Transfer:
     """To a temporary name beside `local`, then renamed. Set-id bits are not taken over."""
-    part = local.with_name(f".{local.name[:100]}.{secrets.token_hex(8)}.dsec-part")
-    size = 0
-    file = await asyncio.to_thread(_create, part)
+    part = await asyncio.to_thread(local_part, local, sandbox, remote, info, resume=resume)
+    file = await asyncio.to_thread(open_part, part, resume=resume)
     try:
-        async with contextlib.aclosing(files.stream(remote, user=user)) as pieces:
-            async for piece in pieces:
-                size += len(piece)
-                if size > max_bytes:
-                    raise LimitError(f"{remote[:200]!r} has more than {max_bytes} bytes", hint="pass max_bytes=")
-                await asyncio.to_thread(_write_all, file, piece)
-        os.fchmod(file, mode)
+        size = os.lseek(file, 0, os.SEEK_END)
+        if size > info.size:
+            os.ftruncate(file, 0)
+            size = os.lseek(file, 0, os.SEEK_SET)
+        # With nothing left to come the stream says still whether the file is the same.
+        pieces = files._content(remote, size, None, user, info if resume else None)
+        async for piece in _joined(pieces):
+            size += sum(map(len, piece))
+            if size > max_bytes:
+                raise LimitError(f"{remote[:200]!r} has more than {max_bytes} bytes", hint="pass max_bytes=")
+            await asyncio.to_thread(_write_all, file, piece)
+        os.fchmod(file, info.mode & 0o777)
         await asyncio.to_thread(part.replace, local)
-    except BaseException:
-        part.unlink(missing_ok=True)
+    except BaseException as error:
+        if not resume or isinstance(error, (ConflictError, LimitError)):
+            part.unlink(missing_ok=True)
         raise
     finally:
         os.close(file)
     return Transfer(size)
 
 
-def _create(part: Path) -> int:
-    try:
-        return os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise InvalidArgumentError(f"{part.parent} cannot be written to: {error.strerror}") from error
+async def _joined(pieces: AsyncGenerator[bytes, None]) -> AsyncIterator[list[bytes]]:
+    """Pieces gathered until they are worth a thread."""
+    gathered: list[bytes] = []
+    size = 0
+    async with contextlib.aclosing(pieces):
+        async for piece in pieces:
+            gathered.append(piece)
+            size += len(piece)
+            if size >= PIECE_BYTES:
+                yield gathered
+                gathered, size = [], 0
+    if gathered:
+        yield gathered
 
 
-def _write_all(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
+def _write_all(file: int, pieces: list[bytes]) -> None:
+    for piece in pieces:
+        view = memoryview(piece)
+        while view:
+            view = view[os.write(file, view) :]
 
 
 async def _download_directory(
