@@ -5,6 +5,14 @@
     with dsec.Sandbox.create("base") as sb:
         print(sb.exec("echo hello").stdout)
 
+    Sandbox         a place to run commands in: create, connect, list; exec, start, session, pty, upload, download …
+    ExecResult      what a command gave; Process, Session, Pty: commands, shells and terminals that last
+    Files           files inside; Connection: a port inside
+    Client          one service, by its address: create_many, environments, tokens, health
+    Environment     what a sandbox starts from, put together by name
+    errors          every error that a caller can act on; DsecError is the base of all
+
+Each class with blocking methods has one with `Async` in front, for asyncio. `help(dsec.Sandbox)` says more.
 Names are loaded when they are first used: importing this costs next to nothing.
 """
 

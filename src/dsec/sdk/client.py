@@ -63,6 +63,9 @@ class AsyncClient:
         self._environments = AsyncEnvironments(self._transport)
         self._tokens = AsyncTokens(self._transport)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url}>"
+
     @property
     def url(self) -> str:
         """Where the service is."""

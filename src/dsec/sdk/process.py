@@ -54,7 +54,11 @@ class AsyncProcess:
 
     @property
     def sandbox_id(self) -> str:
+        """Of the sandbox that it runs in."""
         return self._sandbox
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._id} of {self._sandbox}>"
 
     # ---- output and end ----
 

@@ -23,6 +23,9 @@ class AsyncPty:
         self._output: AsyncGenerator[bytes, None] | None = None
         self._reading = asyncio.Lock()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id} of {self._process.sandbox_id}>"
+
     @property
     def id(self) -> str:
         """The exec's id: with it, any client may attach."""

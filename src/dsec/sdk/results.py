@@ -11,6 +11,7 @@ from dsec.wire.frames import Channel
 from dsec.wire.records import ExecInfo, Gap
 
 StreamName = Literal["stdout", "stderr"]
+_SHOWN = 80  # characters of output in a repr
 _NAMES: dict[int, StreamName] = {Channel.OUT: "stdout", Channel.ERR: "stderr"}
 
 
@@ -55,14 +56,17 @@ class ExecResult:
 
     @property
     def stdout(self) -> str:
+        """As text; what is not UTF-8 becomes U+FFFD. `stdout_bytes` is as it was."""
         return self.stdout_bytes.decode("utf-8", "replace")
 
     @property
     def stderr(self) -> str:
+        """As `stdout`."""
         return self.stderr_bytes.decode("utf-8", "replace")
 
     @property
     def timed_out(self) -> bool:
+        """Its `timeout_s` ended it."""
         return self.cause == "timed_out"
 
     @property
@@ -72,7 +76,13 @@ class ExecResult:
 
     @property
     def ok(self) -> bool:
+        """It ended by itself, with 0."""
         return self.status == "exited" and self.exit_code == 0
+
+    def __repr__(self) -> str:
+        """Short: output may be megabytes."""
+        streams = f"stdout={_beginning(self.stdout)}, stderr={_beginning(self.stderr)}"
+        return f"<ExecResult {self.id}: {self.summary()}, {streams}>"
 
     def summary(self) -> str:
         """One phrase for people: "exited with 3", "was killed by signal 9 (oom)"."""
@@ -83,6 +93,10 @@ class ExecResult:
         else:
             text = "ended in a way that nobody saw"
         return f"{text} ({self.cause})" if self.cause else text
+
+
+def _beginning(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")
 
 
 class Decoder:

@@ -32,6 +32,9 @@ class AsyncSession:
         self._request = request
         self._opened = False
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name} of {self._sandbox}>"
+
     @property
     def name(self) -> str:
         """The session's name: any client finds it by that."""

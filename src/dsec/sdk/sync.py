@@ -55,6 +55,7 @@ class Process(Blocking[AsyncProcess]):
 
     @property
     def sandbox_id(self) -> str:
+        """Of the sandbox that it runs in."""
         return self._async.sandbox_id
 
     def __iter__(self) -> Iterator[Chunk]:

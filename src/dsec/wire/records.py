@@ -142,6 +142,8 @@ class SandboxRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TtySize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Size of a terminal, in characters."""
+
     cols: int = 80
     rows: int = 24
 
@@ -258,6 +260,8 @@ class GapNotice(msgspec.Struct, frozen=True):
 
 
 class ExecInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A command as it is known now. `status` and what follows it are there once it has ended."""
+
     id: str
     sandbox: str
     state: str  # "running" | "ended"
@@ -332,10 +336,12 @@ class SessionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A lasting shell."""
+
     name: str
-    pid: int = 0
-    busy: str | None = None
-    existing: bool = False
+    pid: int = 0  # of the shell, in its sandbox
+    busy: str | None = None  # the exec that runs in it
+    existing: bool = False  # it was there before this request
 
 
 class SessionPage(msgspec.Struct, frozen=True):
@@ -346,8 +352,10 @@ class SessionPage(msgspec.Struct, frozen=True):
 
 
 class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of a sandbox's file system, as the sandbox says it."""
+
     name: str  # bytes that are not UTF-8 are shown as U+FFFD, and `name_bytes` holds the truth
-    kind: str
+    kind: str  # file | directory | symlink | …
     name_bytes: bytes | None = None
     size: int = 0
     mode: int = 0
@@ -370,6 +378,8 @@ class WriteAnswer(msgspec.Struct, frozen=True):
 
 
 class WatchNotice(msgspec.Struct, frozen=True, kw_only=True):
+    """One change below a watched directory; `overflow` says that some were lost."""
+
     kind: str  # created | modified | deleted | moved | attributes | overflow
     path: str = ""
     path_bytes: bytes | None = None
