@@ -18,8 +18,7 @@ const NAMESPACES: u64 = namespaces::NEW_USER
     | namespaces::NEW_PID
     | namespaces::NEW_IPC
     | namespaces::NEW_UTS
-    | namespaces::NEW_NET
-    | namespaces::NEW_CGROUP;
+    | namespaces::NEW_NET;
 const BUSY_MAX: Duration = Duration::from_secs(10);
 /// Where the new program finds its socket.
 const SOCKET: i32 = 3;
@@ -42,15 +41,14 @@ pub fn run(place: &Place, number: usize) -> io::Result<Spent> {
     };
     let (pid, process) = match namespaces::clone(&how)? {
         Side::Child => {
-            let code = become_program(place, theirs).raw_os_error().unwrap_or(1);
+            let code = become_program(place, &cgroups, theirs)
+                .raw_os_error()
+                .unwrap_or(1);
             namespaces::exit_now(code)
         }
         Side::Parent { pid, pidfd } => (pid, pidfd),
     };
     drop(theirs);
-    for procs in &cgroups.procs {
-        paths::write_once(procs.as_fd(), pid.to_string().as_bytes())?;
-    }
     let map = format!("0 {ID_BASE} {IDS}");
     std::fs::write(format!("/proc/{pid}/uid_map"), &map)?;
     std::fs::write(format!("/proc/{pid}/gid_map"), &map)?;
@@ -75,7 +73,7 @@ pub fn run(place: &Place, number: usize) -> io::Result<Spent> {
 
 struct Cgroups {
     directory: Option<OwnedFd>,
-    procs: Vec<OwnedFd>,
+    tasks: Vec<OwnedFd>,
 }
 
 fn make_cgroups(place: &Place, name: &CStr) -> io::Result<Cgroups> {
@@ -91,7 +89,7 @@ fn make_cgroups(place: &Place, name: &CStr) -> io::Result<Cgroups> {
     let open =
         |at: &OwnedFd, file: &CStr| paths::open_at(Some(at.as_fd()), file, libc::O_WRONLY, 0);
     let directory = place.cgroup2.as_ref().map(make).transpose()?;
-    let mut procs = Vec::new();
+    let mut tasks = Vec::new();
     for (index, above) in place.cgroup1.iter().enumerate() {
         let cgroup = make(above)?;
         if let Some((_, [cpus, mems])) =
@@ -100,9 +98,9 @@ fn make_cgroups(place: &Place, name: &CStr) -> io::Result<Cgroups> {
             paths::write_once(open(&cgroup, c"cpuset.cpus")?.as_fd(), cpus)?;
             paths::write_once(open(&cgroup, c"cpuset.mems")?.as_fd(), mems)?;
         }
-        procs.push(open(&cgroup, c"cgroup.procs")?);
+        tasks.push(open(&cgroup, c"tasks")?);
     }
-    Ok(Cgroups { directory, procs })
+    Ok(Cgroups { directory, tasks })
 }
 
 fn make_tree(place: &Place) -> io::Result<OwnedFd> {
@@ -123,8 +121,13 @@ fn make_tree(place: &Place) -> io::Result<OwnedFd> {
 }
 
 /// The new process's side. Returns only the error.
-fn become_program(place: &Place, socket: UnixStream) -> io::Error {
+fn become_program(place: &Place, cgroups: &Cgroups, socket: UnixStream) -> io::Error {
     let prepare = || -> io::Result<Vec<OwnedFd>> {
+        // A thread that moves itself this way is spared the wait for all processors that moving another by `cgroup.procs` is.
+        for tasks in &cgroups.tasks {
+            paths::write_once(tasks.as_fd(), b"0")?;
+        }
+        namespaces::unshare(namespaces::NEW_CGROUP)?;
         paths::read_once(socket.as_fd(), &mut [0])?;
         identity::clear_groups()?;
         identity::set_group_ids(Some(0), Some(0), Some(0))?;

@@ -10,6 +10,7 @@ use crate::process;
 use crate::steps::check::{check_name, check_path};
 use crate::steps::state::DISK;
 use crate::system::{Access, System};
+use crate::trash::put_away;
 use crate::undo::remove_cgroup;
 use crate::wire::{DestroyArgs, LaunchFailure};
 
@@ -19,8 +20,12 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const CHANGE_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Kills everything of the sandbox, waits for it, removes cgroups, socket, tmpfs and, if asked, the directory. What is not
-/// there is no error; the first thing that fails ends it, and it can be asked again.
-pub fn destroy(system: &dyn System, args: &DestroyArgs) -> std::result::Result<(), LaunchFailure> {
+/// there is no error; the first thing that fails ends it, and it can be asked again. Gives the trash if the directory lies there
+/// now, which is to be emptied.
+pub fn destroy(
+    system: &dyn System,
+    args: &DestroyArgs,
+) -> std::result::Result<Option<PathBuf>, LaunchFailure> {
     check(args).map_err(|error| error.into_failure("check"))?;
     kill(system, args).map_err(|error| error.into_failure("kill"))?;
     remove_cgroups(system, args).map_err(|error| error.into_failure("cgroups"))?;
@@ -129,7 +134,7 @@ fn remove_cgroup_tree(system: &dyn System, path: &Path) -> Result<()> {
     remove_cgroup(system, path).doing_to("remove", path)
 }
 
-fn remove_files(system: &dyn System, args: &DestroyArgs) -> Result<()> {
+fn remove_files(system: &dyn System, args: &DestroyArgs) -> Result<Option<PathBuf>> {
     let gone = |result: io::Result<()>| match result {
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR)) => Ok(()),
         other => other,
@@ -138,7 +143,7 @@ fn remove_files(system: &dyn System, args: &DestroyArgs) -> Result<()> {
         gone(system.remove_file(path)).doing_to("remove", path)?;
     }
     let Some(directory) = args.directory.as_deref().map(PathBuf::from) else {
-        return Ok(());
+        return Ok(None);
     };
     let disk = directory.join(DISK);
     match system.detach_at(&disk) {
@@ -146,7 +151,7 @@ fn remove_files(system: &dyn System, args: &DestroyArgs) -> Result<()> {
         other => gone(other).doing_to("unmount", &disk)?,
     }
     match args.remove_directory {
-        true => gone(system.remove_tree(&directory)).doing_to("remove", &directory),
-        false => Ok(()),
+        true => put_away(system, &directory),
+        false => Ok(None),
     }
 }

@@ -210,6 +210,12 @@ impl System for Fake {
         self.vanish(&path.display().to_string());
         Ok(())
     }
+    fn remove_small(&self, path: &Path, _: u64) -> io::Result<bool> {
+        self.remove_tree(path).map(|()| true)
+    }
+    fn rename(&self, from: &Path, _: &Path) -> io::Result<()> {
+        self.note(format!("rename {}", from.display()))
+    }
     fn remove_tree(&self, path: &Path) -> io::Result<()> {
         self.note(format!("remove_tree {}", path.display()))?;
         self.vanish(&path.display().to_string());

@@ -19,6 +19,7 @@ mod remove;
 mod sandboxes;
 mod steps;
 mod system;
+mod trash;
 mod undo;
 mod wire;
 mod workers;

@@ -46,6 +46,9 @@ pub trait System {
     fn remove_file(&self, path: &Path) -> io::Result<()>;
     /// Removes a directory with all that is in it, which may be hostile.
     fn remove_tree(&self, path: &Path) -> io::Result<()>;
+    /// Removes it if it holds no more than `most` entries. Gives whether it is gone.
+    fn remove_small(&self, path: &Path, most: u64) -> io::Result<bool>;
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
     /// The directories in a directory; none when it is not there.
     fn directories_in(&self, path: &Path) -> io::Result<Vec<PathBuf>>;
     fn write_file(&self, path: &Path, content: &[u8]) -> io::Result<()>;
@@ -150,6 +153,14 @@ impl System for Kernel {
 
     fn remove_tree(&self, path: &Path) -> io::Result<()> {
         crate::remove::remove_tree(path)
+    }
+
+    fn remove_small(&self, path: &Path, most: u64) -> io::Result<bool> {
+        crate::remove::remove_small(path, most)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        std::fs::rename(from, to)
     }
 
     fn directories_in(&self, path: &Path) -> io::Result<Vec<PathBuf>> {

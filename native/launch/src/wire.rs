@@ -208,6 +208,12 @@ pub struct LaunchPlan {
     pub spare: bool,
 }
 
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TidyArgs {
+    pub sandboxes: String,
+}
+
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ClaimArgs {

@@ -2,8 +2,9 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
 
-use dsec_sys::namespaces::{clone, exit_now, Clone, Side};
+use dsec_sys::namespaces::{clone, exit_now, give_way, Clone, Side};
 use dsec_sys::paths::{close_copy, read_once, write_once};
 use dsec_sys::seqpacket::pipe;
 use serde::{Deserialize, Serialize};
@@ -22,14 +23,24 @@ pub enum Task {
     Destroy(DestroyArgs),
     /// A worker died in the middle: what its launch had made is removed, then the failure is told.
     CleanUp(DestroyArgs, LaunchFailure),
+    /// Nobody waits for this one, and it gives way to all others.
+    Empty(PathBuf),
 }
+
+/// What the task of emptying trash is called among sandboxes: one at a time.
+const OF_NOBODY: &str = ".trash";
 
 impl Task {
     pub fn sandbox(&self) -> &str {
         match self {
             Task::Launch(plan) => &plan.sandbox,
             Task::Destroy(args) | Task::CleanUp(args, _) => &args.sandbox,
+            Task::Empty(_) => OF_NOBODY,
         }
+    }
+
+    fn is_awaited(&self) -> bool {
+        !matches!(self, Task::Empty(_))
     }
 }
 
@@ -45,6 +56,8 @@ pub struct Origin {
 pub struct Report {
     pub launched: Option<Launched>,
     pub failure: Option<LaunchFailure>,
+    /// Of a destroy: what it has left to be emptied.
+    pub trash: Option<PathBuf>,
 }
 
 pub struct Worker {
@@ -94,7 +107,11 @@ impl Workers {
 
     /// The next task that may start now: there is room, and nothing else goes on with its sandbox.
     pub fn next(&mut self) -> Option<(Task, Origin)> {
-        if self.running.len() >= self.running_max {
+        let awaited = self
+            .running
+            .iter()
+            .filter(|worker| worker.task.is_awaited());
+        if awaited.count() >= self.running_max {
             return None;
         }
         let busy = |sandbox: &str| {
@@ -107,6 +124,13 @@ impl Workers {
             .iter()
             .position(|(task, _)| !busy(task.sandbox()))?;
         self.waiting.remove(index)
+    }
+
+    /// Whether the trash is going to be emptied, by a task that begins only now.
+    pub fn will_empty(&self, trash: &Path) -> bool {
+        self.waiting
+            .iter()
+            .any(|(task, _)| matches!(task, Task::Empty(path) if path == trash))
     }
 
     pub fn are_idle(&self) -> bool {
@@ -137,6 +161,9 @@ impl Workers {
             Side::Child => {
                 drop(result);
                 close_copy(lock.as_fd());
+                if !task.is_awaited() {
+                    give_way();
+                }
                 let report = work(&task);
                 // A daemon that has died learns of it by its own search after the restart.
                 let sent = encode(&report).map(|bytes| write_once(report_to.as_fd(), &bytes));

@@ -131,7 +131,7 @@ class Instance(Protocol):
 
 
 Intend = Callable[[bytes], Awaitable[None]]
-"""Awaited by `create` with the instance's record before anything on the host is touched; durable when it returns."""
+"""Awaited by `create` with the instance's record before anything on the host is touched; it is kept when it returns."""
 
 
 class Backend(Protocol):
@@ -169,6 +169,10 @@ class Backend(Protocol):
 
         An instance that uses one goes on. Raises UnavailableError or HostError, and then some are kept.
         """
+        ...
+
+    async def sweep(self, records: Collection[bytes]) -> None:
+        """Remove, in time, what is on the disk of instances that none of these records names: none runs any more."""
         ...
 
     async def close(self) -> None:

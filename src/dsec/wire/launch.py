@@ -22,6 +22,7 @@ class LaunchOp(enum.StrEnum):
     LAUNCH = "launch"
     DESTROY = "destroy"
     CLAIM = "claim"
+    TIDY = "tidy"
     LIST = "list"
     SHUTDOWN = "shutdown"
 
@@ -175,6 +176,8 @@ class Launched(msgspec.Struct, frozen=True):
 class DestroyArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Kill everything of a sandbox, wait until it is gone, remove its cgroups, socket and tmpfs. Idempotent.
 
+    A state directory with much in it is renamed into the trash beside it, and removed later.
+
     Works from this record alone, also for a sandbox that the launcher has never heard of (it was restarted). The state
     directory's content is the node's to remove; `remove_directory` asks the launcher to do it.
     """
@@ -199,6 +202,12 @@ class ClaimArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     hostname: str
     etc_files: list[EtcFile] = []
     cgroup_files: dict[str, str] = {}  # path → value
+
+
+class TidyArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Go on removing the trees of ended sandboxes that are left in the trash of this directory. Returns at once."""
+
+    sandboxes: str
 
 
 class Listed(msgspec.Struct, frozen=True):

@@ -27,8 +27,17 @@ from dsec.backends.container.plan import (
     shape_of,
 )
 from dsec.backends.container.record import ContainerRecord, parse_record, record_of
+from dsec.backends.container.trash import TRASH, put_away_unknown
 from dsec.binaries import find_binary
-from dsec.core.errors import DeadlineError, DsecError, GoneError, HostError, LaunchError, Outcome
+from dsec.core.errors import (
+    DeadlineError,
+    DsecError,
+    GoneError,
+    HostError,
+    LaunchError,
+    Outcome,
+    StorageError,
+)
 from dsec.core.ids import NodeId, SandboxId, new_node_id, new_sandbox_id
 from dsec.core.spec import Environment, NetworkMode, SandboxSpec, Substrate
 from dsec.core.states import EndCause
@@ -44,6 +53,7 @@ from dsec.wire.launch import (
     LayerMount,
     LayerRef,
     Listed,
+    TidyArgs,
 )
 from dsec.wire.node import Done
 
@@ -178,6 +188,9 @@ class ContainerBackend:
                 if name not in self._registered:
                     await self.launcher.request(LaunchOp.FILTER, FilterArgs(name, spec), Done)
                     self._registered.add(name)
+            if self._connection != self.launcher.connection:
+                with contextlib.suppress(LauncherRefusal):  # one of before that still runs has no trash
+                    await self.launcher.request(LaunchOp.TIDY, TidyArgs(str(self._config.sandboxes_dir)), Done)
             self._connection = self.launcher.connection
             for layer in layers:
                 if layer.digest not in self._registered:
@@ -244,14 +257,23 @@ class ContainerBackend:
         self._ids.give_back(record.id_base)
 
     async def keep_layers(self, digests: Collection[str]) -> None:
-        if not (self._config.run_dir / "launch.sock").exists():
+        trash = self._config.sandboxes_dir / TRASH
+        if not (self._config.run_dir / "launch.sock").exists() and not (trash.exists() and any(trash.iterdir())):
             return  # no launcher has ever mounted one
         await self._open()
+        await self._register(())
         for digest in set((await self.launcher.request(LaunchOp.LIST, {}, Listed)).layers) - set(digests):
             # A launch that comes in between is told that there is no such layer, and registers it again.
             self._registered.discard(digest)
             with contextlib.suppress(LauncherRefusal):
                 await self.launcher.request(LaunchOp.LAYER_UNMOUNT, LayerRef(digest), Done)
+
+    async def sweep(self, records: Collection[bytes]) -> None:
+        try:
+            known = {Path(parse_record(record).directory).name for record in records}
+        except StorageError:
+            return  # whose they are cannot be told
+        await asyncio.to_thread(put_away_unknown, self._config.sandboxes_dir, known)
 
     async def close(self) -> None:
         if self._cleaning:
@@ -298,7 +320,7 @@ class ContainerBackend:
             pids_max=max(64, pid_max - config.pids_kept_for_host),
             memory_max=memory_for_all(memory_total, config.memory_kept_for_host),
         )
-        for directory in (config.run_dir / "sb", config.state_dir / "sandboxes"):
+        for directory in (config.run_dir / "sb", config.sandboxes_dir):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._ids.open()
         self._launcher = Launcher(

@@ -26,6 +26,10 @@ class ContainerConfig:
     memory_kept_for_host: int = GIB  # what all sandboxes together leave; at most a quarter of the machine
     launcher_start_s: float = 10.0
 
+    @property
+    def sandboxes_dir(self) -> Path:
+        return self.state_dir / "sandboxes"
+
     def __post_init__(self) -> None:
         if len(str(self.run_dir)) > RUN_DIR_BYTES_MAX:
             raise InvalidArgumentError(

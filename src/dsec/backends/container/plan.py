@@ -143,7 +143,7 @@ def limit_files(plan: LaunchPlan, *, cgroup2: str | None, cgroup1: Mapping[str, 
 
 
 def sandbox_directory(config: ContainerConfig, sandbox: str) -> Path:
-    return config.state_dir / "sandboxes" / sandbox
+    return config.sandboxes_dir / sandbox
 
 
 def socket_path(config: ContainerConfig, sandbox: str) -> Path:

@@ -103,6 +103,9 @@ class FakeBackend:
     async def keep_layers(self, digests: Collection[str]) -> None:
         """Instances here have no layers."""
 
+    async def sweep(self, records: Collection[bytes]) -> None:
+        """A machine in memory has no disk that outlives it."""
+
     async def close(self) -> None:
         """Nothing is held here: instances run on at the host."""
 
