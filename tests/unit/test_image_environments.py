@@ -55,7 +55,7 @@ def test_an_unknown_name_suggests_near_ones(store: EnvironmentStore) -> None:
     with pytest.raises(EnvironmentNotFoundError) as error:
         store.resolve(Environment("bsae"))
     assert "base" in (error.value.hint or "")
-    assert "dsec env build bsae" in (error.value.hint or "")
+    assert "did you mean base?" in (error.value.hint or "")
 
 
 def test_parts_lie_over_each_other_and_later_configuration_wins(store: EnvironmentStore, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dsec.core.errors import (
     ConflictError,
     DeadlineError,
     DsecError,
+    EnvironmentNotFoundError,
     IdempotencyError,
     InvalidArgumentError,
     LaunchError,
@@ -152,6 +153,18 @@ class Creation:
         log.info("sandbox created", sandbox=sandbox.id, substrate=str(spec.substrate), took_s=round(took_s, 6))
         return sandbox.view()
 
+    async def _resolve(self, spec: SandboxSpec, backend: Backend) -> Resolved:
+        try:
+            return await self._environments.acquire(spec.environment)
+        except EnvironmentNotFoundError as error:
+            # Where no sandbox can be made at all, to build an environment first would be in vain.
+            probe = await backend.probe()
+            if probe.usable:
+                raise
+            raise UnsupportedError(
+                f"this node can make no {spec.substrate} sandboxes: {probe.reason or 'not usable'}", hint=probe.hint
+            ) from error
+
     def _backend(self, spec: SandboxSpec) -> Backend:
         backend = self._backends.get(spec.substrate)
         if backend is None:
@@ -218,7 +231,7 @@ class Creation:
                 async with self._turn:
                     with self._alone():
                         step = "environment"
-                        resolved = await self._environments.acquire(sandbox.row.spec.environment)
+                        resolved = await self._resolve(sandbox.row.spec, backend)
                         sandbox.settle(resolved)
                         program = main_request(sandbox.id, sandbox.row.spec, resolved)
                         wanted = _instance_spec(sandbox, resolved, self._services.journal.node_id)
