@@ -19,7 +19,11 @@ Names are loaded when they are first used: importing this costs next to nothing.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any, Final
+
+if sys.version_info < (3, 11):  # noqa: UP036  pip would have said so; a checkout on PYTHONPATH does not
+    raise ImportError(f"dsec needs Python 3.11 or newer, and this is {sys.version.split()[0]} at {sys.executable}")
 
 __version__ = "0.1.0"
 

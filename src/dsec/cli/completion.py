@@ -5,18 +5,13 @@ Each press of Tab runs us, so nothing heavy is loaded: no HTTP client and no eve
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
+from dsec.cli.asking import ask
 from dsec.cli.pages import command
 
-if TYPE_CHECKING:
-    import http.client
-
-_TIMEOUT_S: Final = 1.0
-_ANSWER_BYTES_MAX: Final = 4 << 20
 _SCRIPTS: Final = {
     "bash": """\
 _dsec_completion() {
@@ -99,40 +94,5 @@ def _matching(words: list[Any], incomplete: str) -> list[str]:
 
 def _get(path: str, field: str) -> list[dict[str, Any]]:
     """A list from the service that answers; none is started."""
-    try:
-        from dsec.wire.codec import from_json
-
-        connection, headers = _connection()
-        try:
-            connection.request("GET", path, headers=headers)
-            answer = connection.getresponse()
-            found = from_json(answer.read(_ANSWER_BYTES_MAX), dict) if answer.status == 200 else {}
-        finally:
-            connection.close()
-        return [item for item in found.get(field, ()) if isinstance(item, dict)]
-    except Exception:
-        return []  # a Tab that completes nothing says enough
-
-
-def _connection() -> tuple[http.client.HTTPConnection, dict[str, str]]:
-    import http.client
-    import socket
-    from urllib.parse import urlsplit
-
-    from dsec.sdk.endpoint import find_endpoint
-
-    endpoint = find_endpoint()
-    headers = {"Authorization": f"Bearer {endpoint.token}"} if endpoint.token else {}
-    if endpoint.socket is not None:
-        connection = http.client.HTTPConnection("dsec", timeout=_TIMEOUT_S)
-        connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.sock.settimeout(_TIMEOUT_S)
-        try:
-            connection.sock.connect(os.fspath(endpoint.socket))
-        except BaseException:
-            connection.close()
-            raise
-        return connection, headers
-    parts = urlsplit(endpoint.base)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    return kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S), headers
+    found = ask(path).get(field)
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []

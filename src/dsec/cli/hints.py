@@ -36,6 +36,23 @@ _NEXT: Final = {
 _DEFAULT: Final = "`dsec doctor` looks for what is wrong with this machine"
 
 
+# What a service or a client that is older or newer than the other may end with.
+_OF_OTHER_VERSIONS: Final = ("protocol", "not_found", "internal", "invalid_argument")
+
+
 def next_step(error: DsecError) -> str:
     reason = str(error.detail.get("code"))
+    if error.code in _OF_OTHER_VERSIONS and not error.hint and (versions := _versions()):
+        return versions
     return error.hint or _NEXT.get(reason) or _NEXT.get(error.code) or _DEFAULT
+
+
+def _versions() -> str | None:
+    from dsec import __version__
+    from dsec.cli.asking import ask
+    from dsec.cli.console import settings
+
+    there = ask("/v1/health", settings.url, settings.token).get("version", __version__)
+    if there == __version__:
+        return None
+    return f"the service is dsec {str(there)[:40]} and this is {__version__}: use one version, `dsec doctor` says how"
