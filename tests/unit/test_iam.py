@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsec.core.errors import AuthError, ForbiddenError, InvalidArgumentError, NotFoundError, StorageError
+from dsec.core.errors import (
+    AuthError,
+    CapacityError,
+    ForbiddenError,
+    InvalidArgumentError,
+    NotFoundError,
+    StorageError,
+)
+from dsec.iam import tokens as tokens_module
 from dsec.iam.peers import Peer, local_principal, peer_of
 from dsec.iam.principals import ALL_RIGHTS, Principal, Right, closed_rights
 from dsec.iam.projects import parse_project, reaches
@@ -104,6 +112,43 @@ async def test_revoking_takes_effect_at_once_and_may_be_repeated(store: TokenSto
     assert first.revoked_at == second.revoked_at is not None
     with pytest.raises(AuthError, match="revoked"):
         store.authenticate(text)
+
+
+async def test_a_token_is_replaced_without_a_gap(store: TokenStore) -> None:
+    old, kept = await store.create("ci", project="/team", rights={"use"}, by=ADMIN)
+    new, _ = await store.create("ci", project="/team", rights={"use"}, by=ADMIN)
+
+    assert store.authenticate(old) == store.authenticate(new)
+    await store.revoke(kept.id, by=ADMIN)
+
+    assert store.authenticate(new).name == "ci"
+    with pytest.raises(AuthError, match="revoked"):
+        store.authenticate(old)
+
+
+async def test_tokens_that_have_ended_make_room_when_there_are_too_many(
+    tmp_path: Path, store: TokenStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens_module, "TOKENS_MAX", 3)
+    lasting, _ = await store.create("lasting", project="/", rights={"use"}, by=ADMIN)
+    short, _ = await store.create("short", project="/", rights={"use"}, ttl_s=10, by=ADMIN)
+    _, revoked = await store.create("revoked", project="/", rights={"use"}, by=ADMIN)
+    await store.revoke(revoked.id, by=ADMIN)
+    clock.now += 11
+
+    for _ in range(2):
+        await store.create("new", project="/", rights={"use"}, by=ADMIN)
+    with pytest.raises(CapacityError):
+        await store.create("one too many", project="/", rights={"use"}, by=ADMIN)
+
+    names = ["lasting", "new", "new"]
+    assert sorted(token.principal.name for token in store.tokens(by=ADMIN)) == names
+    assert store.authenticate(lasting).name == "lasting"
+    with pytest.raises(AuthError):
+        store.authenticate(short)
+    again = TokenStore.open(tmp_path / "iam.db", clock=clock)
+    assert sorted(token.principal.name for token in again.tokens(by=ADMIN)) == names
+    again.close()
 
 
 async def test_nobody_gives_more_than_they_have(store: TokenStore) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import Final
 
+import msgspec
+
 from dsec.core.errors import DsecError, InvalidArgumentError
+from dsec.iam.tokens import PREFIX, without_tokens
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import to_json
 from dsec.wire.errors import ErrorBody, body_of
@@ -68,7 +71,9 @@ def told(error: BaseException) -> ErrorBody:
     """What the caller is told. An error that is not ours is logged here, once, and told as `internal`."""
     if not isinstance(error, DsecError):
         log.error("a request failed", exc_info=error)
-    return body_of(error)
+    body = body_of(error)
+    # Messages repeat what was asked for, and somebody has put a token into a path: callers log what they are told.
+    return msgspec.structs.replace(body, message=without_tokens(body.message)) if PREFIX in body.message else body
 
 
 def status_of(error: BaseException) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import math
 import os
+import re
 import secrets
 import sqlite3
 from dataclasses import dataclass, replace
@@ -28,6 +30,7 @@ from dsec.iam.projects import ROOT, parse_project, reaches
 PREFIX: Final = "dsec_"
 
 _SECRET_BYTES: Final = 32
+_TOKEN_LIKE: Final = re.compile(PREFIX + r"[A-Za-z0-9_-]{16,}")
 _TOKEN_CHARS_MAX: Final = 128
 _VERSION: Final = 1
 _COLUMNS: Final = "id, hash, principal, project, rights, created_at, expires_at, revoked_at"
@@ -96,7 +99,9 @@ class TokenStore:
         # The look-up may tell by its time something of a hash, and a hash cannot be turned into a token. The
         # comparison that decides takes constant time.
         if known is None or not hmac.compare_digest(known.hash, digest):
-            raise AuthError("the token is not valid", hint="`dsec token create NAME` on the service's machine makes one")
+            raise AuthError(
+                "the token is not valid", hint="`dsec token create NAME` on the service's machine makes one"
+            )
         if known.revoked_at is not None:
             raise AuthError("the token was revoked")
         if known.principal.expires_at is not None and known.principal.expires_at <= self._clock.wall_s():
@@ -114,7 +119,9 @@ class TokenStore:
         _check_grant(principal, by)
         async with self._changing:
             if len(self._by_id) >= TOKENS_MAX:
-                raise CapacityError(f"there are {TOKENS_MAX} tokens already")
+                await self._forget_ended()
+            if len(self._by_id) >= TOKENS_MAX:
+                raise CapacityError(f"there are {TOKENS_MAX} tokens already", hint="revoke some: `dsec token rm`")
             now = self._clock.wall_s()
             ends = [end for end in (None if ttl_s is None else now + ttl_s, by.expires_at) if end is not None]
             text = PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
@@ -144,6 +151,14 @@ class TokenStore:
     def close(self) -> None:
         self._database.close()
 
+    async def _forget_ended(self) -> None:
+        """Those that were revoked, or whose time is over: whoever still has one is told that it is not valid."""
+        now = self._clock.wall_s()
+        await self._execute("DELETE FROM tokens WHERE revoked_at IS NOT NULL OR expires_at <= ?", (now,))
+        for token in list(self._by_id.values()):
+            if token.revoked_at is not None or (token.principal.expires_at or math.inf) <= now:
+                del self._by_id[token.id], self._by_hash[token.hash]
+
     async def _execute(self, statement: str, values: tuple[Any, ...]) -> None:
         try:
             # Memory changes after the disk, never before: what was answered is what a restart finds.
@@ -154,6 +169,11 @@ class TokenStore:
     def _keep(self, token: Token) -> None:
         self._by_id[token.id] = token
         self._by_hash[token.hash] = token
+
+
+def without_tokens(text: str) -> str:
+    """`text` with what looks like a token cut to its first letters."""
+    return _TOKEN_LIKE.sub(f"{PREFIX}…", text)
 
 
 def _prepare(database: sqlite3.Connection) -> None:

@@ -75,8 +75,8 @@ _REFUSED_HUGE_PAGES = [
 ]
 
 # At any limit of core files but 1, a crash runs the program that the host's core_pattern may name: as root of the host
-# and outside all limits of the sandbox (core(5): a limit of 0 keeps nothing from a pipe). So it is 1, and whoever sets it
-# to 0, as agents of keys insist on, is told that it is done. Who asks for the old value as well would see none.
+# and outside all limits of the sandbox (core(5): a limit of 0 keeps nothing from a pipe). So it is 1, and whoever sets
+# it to 0, as agents of keys insist on, is told that it is done. Who asks for the old value as well would see none.
 _CORE = 4
 _REFUSED_CORE_LIMIT = SyscallRule(
     "prlimit64", [ArgRule(1, _CORE), ArgRule(2, 0, negate=True, wide=True), ArgRule(3, 0, negate=True, wide=True)]
