@@ -39,12 +39,16 @@ class Application:
             peer=scope["state"]["peer"],
             inbox=scope["state"].get("inbox"),
             send=send,
+            cut=scope["state"]["connection"].cut,
         )
-        with ids(request=request.id):
-            if scope["type"] == "http":
-                await self._http(scope, request)
-            else:
-                await self._websocket(scope, request, Socket(receive, send, request.id))
+        try:
+            with ids(request=request.id):
+                if scope["type"] == "http":
+                    await self._http(scope, request)
+                else:
+                    await self._websocket(scope, request, Socket(receive, send, request.id))
+        finally:
+            request.release()
         route = request.found.route.name if request.found else "none"
         API_REQUESTS.labels(route, str(request.status or _CLIENT_GONE)).inc()
 

@@ -240,6 +240,10 @@ class Connection(HttpToolsProtocol):
             self._task = None  # it is the one that asks for this
             self.transport.abort()
 
+    def cut(self) -> None:
+        """At once, whatever is under way: a WebSocket too, which has the transport from us."""
+        self.transport.abort()
+
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
         """What is written within goes out at once: apart, head and body would wake the client twice."""

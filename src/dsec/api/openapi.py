@@ -16,7 +16,7 @@ from dsec.wire.api import HEADER_IDEMPOTENCY, HEADER_REQUEST_ID, TYPE_JSON
 from dsec.wire.errors import ErrorBody
 
 _EVERY_ROUTE: Final = (400, 413, 500, 503, 504)
-_WITH_CREDENTIALS: Final = (401, 403)
+_WITH_CREDENTIALS: Final = (401, 403, 429)
 _ABOUT_A_SANDBOX: Final = (404, 409, 410)
 
 _BINARY: Final = {"type": "string", "format": "binary"}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from dsec.api.bodies import Bodies
 from dsec.api.connection import Inbox
 from dsec.api.errors import Headers
 from dsec.api.gate import Gate, caller_of
 from dsec.api.keeper import Keeper
+from dsec.api.openstreams import OpenStreams
 from dsec.api.query import text_of
 from dsec.api.routing import Found
 from dsec.cluster.rpc import Rpc
@@ -46,6 +48,8 @@ class Services:
     gate: Gate
     keeper: Keeper
     version: str
+    streams: OpenStreams = field(default_factory=OpenStreams)
+    bodies: Bodies = field(default_factory=Bodies)
 
 
 @dataclass(slots=True)
@@ -59,6 +63,8 @@ class Answer:
 class Request:
     __slots__ = (
         "_caller",
+        "_cut",
+        "_held_bytes",
         "_inbox",
         "_send",
         "found",
@@ -74,7 +80,15 @@ class Request:
     )
 
     def __init__(
-        self, services: Services, *, id: str, headers: Headers, peer: Peer | None, inbox: Inbox | None, send: Send
+        self,
+        services: Services,
+        *,
+        id: str,
+        headers: Headers,
+        peer: Peer | None,
+        inbox: Inbox | None,
+        send: Send,
+        cut: Callable[[], None] = lambda: None,
     ) -> None:
         self.services = services
         self.id = id
@@ -87,6 +101,8 @@ class Request:
         self.started = False
         self.status = 0
         self._caller: Caller | None = None
+        self._cut = cut
+        self._held_bytes = 0
         self._inbox = inbox
         self._send = send
 
@@ -166,8 +182,15 @@ class Request:
             size += len(chunk)
             if size > BODY_BYTES_MAX:
                 raise _body_too_large()
+            self.services.bodies.take(len(chunk))
+            self._held_bytes += len(chunk)
             parts.append(chunk)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def release(self) -> None:
+        """The request is over, and what it held of its body."""
+        self.services.bodies.give_back(self._held_bytes)
+        self._held_bytes = 0
 
     async def record(self, kind: type[T]) -> T:
         """The body as a record; no body is the record with nothing but defaults. Raises InvalidArgumentError."""
@@ -187,7 +210,17 @@ class Request:
         return Answer(to_json(unpack(await self.call(method, record, timeout_s=timeout_s), answer)))
 
     async def open(self, method: Method, record: Any) -> Stream:
-        return await self.services.rpc.open(self._node(), method, pack(record), caller=self.caller)
+        """Raises CapacityError when the caller's project has too many. It ends when the token does."""
+        streams, project = self.services.streams, self.caller.project
+        streams.reserve(project)
+        try:
+            stream = await self.services.rpc.open(self._node(), method, pack(record), caller=self.caller)
+        except BaseException:
+            streams.free(project)
+            raise
+        authorization = self.header(b"authorization")
+        check = None if authorization is None else lambda: self.services.gate.principal(authorization, self.peer)
+        return streams.add(stream, project, check, self._cut)
 
     def _node(self) -> NodeId:
         assert self.found is not None

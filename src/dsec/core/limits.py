@@ -12,7 +12,7 @@ GIB: Final = 1024 * MIB
 FRAME_BYTES_MAX: Final = 1 * MIB  # one frame, header after the length included: bounds a reader's buffer
 DATA_BYTES_MAX: Final = 256 * KIB  # payload of one DATA frame: keeps streams interleaved
 CREDIT_INITIAL_BYTES: Final = 256 * KIB  # what a sender may send on a new stream before it is granted more
-DOWNLOAD_WINDOW_BYTES: Final = 512 * KIB  # of one file on its way out of a sandbox: two frames, so that neither side waits
+DOWNLOAD_WINDOW_BYTES: Final = 512 * KIB  # of one file on its way out: two frames, so that neither side waits
 STREAMS_MAX: Final = 4096  # open streams on one agent channel
 PREAMBLE_SCAN_BYTES_MAX: Final = 2 * MIB  # discarded before the echoed marker; more than a lost channel has in flight
 PREAMBLE_TIMEOUT_S: Final = 5.0  # an agent that is up echoes at once; a paused or dead one must not hold the caller
@@ -103,6 +103,7 @@ BUILD_TIMEOUT_S_DEFAULT: Final = 3_600.0  # a large set of packages over a slow 
 
 # API
 BODY_BYTES_MAX: Final = 4 * MIB  # JSON bodies; file bodies are streamed and have no bound but the disk
+BODIES_BYTES_MAX: Final = 256 * MIB  # JSON bodies of all requests under way; beyond it 429
 HEADERS_BYTES_MAX: Final = 32 * KIB  # a token, an idempotency key and what proxies add
 LIST_PAGE_DEFAULT: Final = 100  # items; a page is one answer of some 50 KiB
 LIST_PAGE_MAX: Final = 1_000  # items; bounds the memory of one answer
@@ -123,8 +124,9 @@ TOKEN_TTL_S_MAX: Final = 10 * 366 * 86_400.0  # ten years; what lives longer has
 
 # Streams between API and node
 STREAM_QUEUE_FRAMES_MAX: Final = 256  # one direction of one stream; small frames cost more than their bytes
-STREAM_QUEUE_BYTES_MAX: Final = 256 * KIB  # one direction of one stream: what a reader that stands still costs
+STREAM_QUEUE_BYTES_MAX: Final = 128 * KIB  # one direction of one stream: what a reader that stands still costs
 STREAM_LINGER_S: Final = 1.0  # after the caller has closed: for what it had sent, then the work is cancelled
+PROJECT_STREAMS_MAX: Final = 1_024  # of one API; each may hold some 0.5 MiB for a reader that stands still
 NODE_STREAMS_MAX: Final = 16_384  # open between one API and one node
 
 # Client
