@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsec.cli.main import main
+from dsec.cli.entry import main
 
 if __name__ == "__main__":
     main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from dsec.cli import completion, logs, manual
+from dsec.cli import completion, console, logs, manual
+from dsec.cli.entry import main as enter
 from dsec.cli.main import app
 from dsec.cli.pages import EXITS, PAGES
 from dsec.cli.top import Row, ordered
@@ -220,3 +222,34 @@ def test_commands_are_loaded_without_the_client() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
 
     assert done.stdout == "set()\n"
+
+
+def test_ctrl_c_while_loading_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    import builtins
+
+    real = builtins.__import__
+
+    def interrupted(name: str, *arguments: object, **more: object) -> object:
+        if name == "dsec.cli.main":
+            raise KeyboardInterrupt
+        return real(name, *arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+
+    with pytest.raises(SystemExit) as ended:
+        enter()
+
+    assert ended.value.code == 130
+
+
+def test_ctrl_c_before_the_work_begins_leaves_nothing_unawaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        """Never begun."""
+
+    def interrupt(coroutine: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("asyncio.run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        console.run_async(work())
+    gc.collect()  # a warning here would be an error

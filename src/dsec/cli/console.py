@@ -61,9 +61,12 @@ async def find_id(client: AsyncClient, name: str) -> str:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    import asyncio  # 40 ms that `dsec --help` does not need
+    try:
+        import asyncio  # 40 ms that `dsec --help` does not need
 
-    return asyncio.run(work)
+        return asyncio.run(work)
+    finally:
+        work.close()  # has no effect once it has run; Ctrl-C may come before it begins
 
 
 def say(text: str) -> None:

@@ -100,7 +100,7 @@ class TokenStore:
         # comparison that decides takes constant time.
         if known is None or not hmac.compare_digest(known.hash, digest):
             raise AuthError(
-                "the token is not valid", hint="`dsec token create NAME` on the service's machine makes one"
+                "the token is not valid", hint="`dsec token create` on the service's machine makes one"
             )
         if known.revoked_at is not None:
             raise AuthError("the token was revoked")
