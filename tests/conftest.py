@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -28,6 +29,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dsec"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Who starts us in the background has us ignore Ctrl-C, and what we start inherits that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_SEED] = int(os.environ.get("DSEC_TEST_SEED") or time.time_ns() % 1_000_000_007)
 
 

@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import pytest
 
 import dsec
 from dsec.cli import lists, main
-from tests.contract.sdk_service import RunningService, running_service
+from tests.contract.sdk_service import RunningService
 
 DSEC = [sys.executable, "-m", "dsec"]
 
@@ -37,19 +36,10 @@ class Command:
 
     def run(self, *arguments: str, stdin: bytes = b"", **more: str) -> subprocess.CompletedProcess[bytes]:
         environment = {**self.service.environment, **more}
-        return subprocess.run([*DSEC, *arguments], input=stdin, capture_output=True, env=environment, timeout=60)
+        return subprocess.run([*DSEC, *arguments], input=stdin, capture_output=True, env=environment, timeout=200)
 
     def json(self, *arguments: str, status: int = 0) -> Any:
         return json.loads(self(*arguments, "--json", status=status))
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[RunningService]:
-    with (
-        tempfile.TemporaryDirectory(prefix="dsec-", dir="/tmp") as directory,
-        running_service(Path(directory)) as found,
-    ):
-        yield found
 
 
 @pytest.fixture

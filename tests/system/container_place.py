@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import glob
 import os
 import secrets
 import shutil
@@ -137,6 +138,14 @@ class Place:
             for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
             if " - nsfs " in line and str(self.directory) not in (fields := line.split(" "))[4]
         }
+
+    def cgroup_files(self, name: str) -> list[Path]:
+        """Of this place in every hierarchy; `name` below its node's directory, with wildcards.
+
+        Unlike Path.glob this bears cgroups that come and go meanwhile.
+        """
+        patterns = (f"{top}/{self.name}/*/{name}" for top in (_CGROUPS, *_CGROUPS.iterdir()))
+        return [Path(path) for pattern in patterns for path in glob.glob(pattern, recursive=True)]  # noqa: PTH207
 
     # ---- launcher and processes ----
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -188,7 +189,7 @@ async def _has_begun(process: AsyncProcess) -> bool:
 
 def _agent_of(place: Place, id: str) -> int:
     """Host pid of the agent: the one process in the sandbox's agent cgroup."""
-    for procs in Path("/sys/fs/cgroup").glob(f"**/{place.name}/*/{id}/agent/cgroup.procs"):
+    for procs in place.cgroup_files(f"{id}/agent/cgroup.procs"):
         pids = procs.read_text().split()
         assert len(pids) == 1
         return int(pids[0])
@@ -196,9 +197,8 @@ def _agent_of(place: Place, id: str) -> int:
 
 
 def _below(place: Place) -> list[object]:
-    pids = {
-        int(pid)
-        for procs in Path("/sys/fs/cgroup").glob(f"**/{place.name}/**/cgroup.procs")
-        for pid in procs.read_text().split()
-    }
+    pids: set[int] = set()
+    for procs in place.cgroup_files("**/cgroup.procs"):
+        with contextlib.suppress(OSError):
+            pids.update(map(int, procs.read_text().split()))
     return [info for pid, info in all_processes().items() if pid in pids]

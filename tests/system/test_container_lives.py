@@ -250,7 +250,7 @@ async def test_two_nodes_on_one_host_never_share_an_id(small_store: Path, place:
 def _id_bases(place: Place) -> list[int]:
     """First host ids of the live sandboxes, as the kernel has them."""
     found = []
-    for procs in Path("/sys/fs/cgroup").glob(f"**/{place.name}/*/sbx_*/agent/cgroup.procs"):
+    for procs in place.cgroup_files("sbx_*/agent/cgroup.procs"):
         for pid in procs.read_text().split():
             found.append(int(Path(f"/proc/{pid}/uid_map").read_text().split()[1]))
     return found

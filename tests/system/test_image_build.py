@@ -99,6 +99,20 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)  # between two looks at a condition that nothing announces
 
 
+@pytest.fixture(autouse=True)
+def before() -> None:
+    """Processes that other tests may have left are not ours."""
+    _OTHERS.clear()
+    _OTHERS.update(descendants(os.getpid()))
+
+
+_OTHERS: set[int] = set()
+
+
+def own_processes() -> set[int]:
+    return descendants(os.getpid()) - _OTHERS
+
+
 def descendants(pid: int) -> set[int]:
     children: dict[int, set[int]] = {}
     for entry in Path("/proc").iterdir():
@@ -132,7 +146,7 @@ async def test_a_build_tells_its_story_and_leaves_only_the_environment(store: En
     assert store.get("x") == info
     assert [event.stage for event in events if event.kind == "progress"][:3] == ["resolve", "wait", "stage"]
     assert list((store.state / "staging").iterdir()) == []
-    assert descendants(os.getpid()) == set()
+    assert own_processes() == set()
 
 
 @pytest.mark.root
@@ -307,13 +321,13 @@ async def test_a_cancelled_build_leaves_nothing(store: EnvironmentStore, endless
     )
     async with asyncio.timeout(WAIT_S):
         await staging.wait()
-    assert descendants(os.getpid()) != set()
+    assert own_processes() != set()
 
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
-    assert descendants(os.getpid()) == set()
+    assert own_processes() == set()
     assert leftovers(store) == []
 
 
@@ -321,7 +335,7 @@ async def test_a_build_that_takes_too_long_is_ended(store: EnvironmentStore, end
     with pytest.raises(DeadlineError):
         await build(store, BuildRequest(name="x", source=endless), timeout_s=1.0)
 
-    assert descendants(os.getpid()) == set()
+    assert own_processes() == set()
     assert leftovers(store) == []
 
 
@@ -332,14 +346,14 @@ async def test_a_stream_that_is_closed_early_ends_the_build(store: EnvironmentSt
             break
     await stream.aclose()  # type: ignore[attr-defined]  # an async generator
 
-    assert descendants(os.getpid()) == set()
+    assert own_processes() == set()
     assert leftovers(store) == []
 
 
 async def test_a_killed_worker_is_an_error_that_says_so(store: EnvironmentStore, endless: OciSource) -> None:
     def kill(event: BuildEvent) -> None:
         if event.stage == "stage":
-            for pid in descendants(os.getpid()):
+            for pid in own_processes():
                 os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(StorageError, match="ended without a result"):
