@@ -1,7 +1,7 @@
 """`python -m bench`: container create and exec against a floor and against peers, taken in turn in one run.
 
-Needs root, a running (or startable) `dsec up`, and the environment given by --environment (default: base).
-Writes a table to stderr and the figures as JSON to stdout, or to --output.
+Needs root and the environment given by --environment (default: base) in the state directory; runs services of its own.
+Writes figures and pictures into docs/benchmarks.md and docs/benchmarks/, or, with --output, only the figures as JSON.
 """
 
 from __future__ import annotations
@@ -14,53 +14,80 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import dsec
-from bench import machine, peers, transfers
+from bench import machine, peers, plots, report, transfers
 from bench.cost import Cost
 from bench.series import Measure, Series, interleave, timed
+from bench.service import PrivateService, private_service
 from dsec.binaries import find_binary
 from dsec.core.spec import Environment
 from dsec.image.environments import EnvironmentStore
 from dsec.wire.api import STATE_DIR_ROOT
 
+_DOCS = Path(__file__).resolve().parent.parent / "docs"
+COLD = "dsec create + first exec"
+WARM = "dsec create + first exec, from the warm pool"
+EXEC = "dsec exec true"
+SPAWN = "posix_spawn + one loopback call"
+# Enough that a burst of the bench finds some, and that what is made meanwhile is little.
+_WARM = "[node.warm]\nspares_max = 8\nlow = 4\nhigh = 8"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("--environment", default="base")
-    parser.add_argument("--state", type=Path, default=Path(STATE_DIR_ROOT), help="state directory of the service")
+    parser.add_argument("--state", type=Path, default=Path(STATE_DIR_ROOT), help="state directory with the environment")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--sustained", type=int, default=200, help="sandboxes of the sustained create and destroy run")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--sustained", type=int, default=1000, help="sandboxes of the sustained create and destroy run")
+    parser.add_argument("--output", type=Path, help="write the figures as JSON here, and no page")
+    parser.add_argument("--page", type=Path, default=_DOCS / "benchmarks.md", help="put figures and pictures there")
     options = parser.parse_args()
+    if not options.output:
+        plots.check()
+    result, create = measure(options)
+    show(result)
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+        return
+    pictures = options.page.parent / options.page.stem
+    cost = {name: row["cpu_ms_each"] for name, row in result["sustained"].items()}
+    plots.draw(pictures, create={name: one.milliseconds for name, one in create.items()}, cost=cost)
+    report.write(options.page, pictures, result)
 
+
+def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Series]]:
+    """On services of the bench's own: one that has no spares, and one that keeps some."""
+    environment, described = options.environment, machine.describe()
     with contextlib.ExitStack() as stack:
-        client = stack.enter_context(dsec.Client())
-        layers = EnvironmentStore(options.state).resolve(Environment(options.environment)).layers
+        layers = EnvironmentStore(options.state).resolve(Environment(environment)).layers
         rootfs = stack.enter_context(
             peers.mounted_layers(
                 [(layer.kind, str(layer.meta), str(layer.blob) if layer.blob else None) for layer in layers]
             )
         )
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dsec-bench-")))
+        cold = stack.enter_context(private_service(options.state))
+        warm = stack.enter_context(private_service(options.state, _WARM))
         phases = Phases()
-        create = measure_create(client, options.environment, rootfs, scratch, options.rounds, phases)
-        execs = measure_exec(client, options.environment, options.rounds * 5)
+        create = measure_create(cold, warm, environment, rootfs, scratch, options.rounds, phases)
+        execs = measure_exec(cold.client, environment, options.rounds * 5)
+        sustained = {
+            "cold": measure_sustained(cold.client, environment, options.sustained),
+            "one by one, from the warm pool": measure_warm(warm, environment, options.rounds * 2),
+        }
         result = {
-            "machine": machine.describe(),
-            "create": summarise(create, floor="floor", subject="dsec create + first exec"),
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": described,
+            "create": summarise(create, floor="floor", subjects=(COLD, WARM)),
             "phases": {name: one.summary() for name, one in phases.series.items()},
-            "exec": summarise(execs, floor="posix_spawn + one loopback call", subject="dsec exec true"),
-            "sustained": measure_sustained(client, options.environment, options.sustained),
-            "transfers": transfers.measure(client, options.environment),
+            "exec": summarise(execs, floor=SPAWN, subjects=(EXEC,)),
+            "sustained": sustained,
+            "transfers": transfers.measure(cold.client, environment),
             "import_ms": measure_import(),
         }
-    show(result)
-    text = json.dumps(result, indent=2)
-    if options.output:
-        options.output.write_text(text + "\n")
-    else:
-        print(text)
+    return result, create
 
 
 class Phases:
@@ -76,19 +103,33 @@ class Phases:
 
 
 def measure_create(
-    client: dsec.Client, environment: str, rootfs: Path, scratch: Path, rounds: int, phases: Phases
+    cold: PrivateService,
+    warm: PrivateService,
+    environment: str,
+    rootfs: Path,
+    scratch: Path,
+    rounds: int,
+    phases: Phases,
 ) -> dict[str, Series]:
     """From the call to the answer of the first command, as the caller sees it; removal is not counted."""
+
+    def from_pool() -> list[float]:
+        warm.wait_warm(1)
+        return [create_once(warm.client, environment, None)]
+
+    for _ in range(2):  # a shape gets spares once it has been asked for twice
+        create_once(warm.client, environment, None)
     measures: dict[str, Measure | None] = {
         "floor": peers.floor(find_binary("dsec-floor"), rootfs),
-        "dsec create + first exec": lambda: [create_once(client, environment, phases)],
+        COLD: lambda: [create_once(cold.client, environment, phases)],
+        WARM: from_pool,
         "bwrap true": peers.bwrap(rootfs),
         "runc run true": peers.runc(rootfs, scratch),
     }
     return interleave({name: measure for name, measure in measures.items() if measure is not None}, rounds)
 
 
-def create_once(client: dsec.Client, environment: str, phases: Phases) -> float:
+def create_once(client: dsec.Client, environment: str, phases: Phases | None) -> float:
     started = time.perf_counter()
     sandbox = client.create(environment)
     created = time.perf_counter()
@@ -96,12 +137,13 @@ def create_once(client: dsec.Client, environment: str, phases: Phases) -> float:
     answered = time.perf_counter()
     sandbox.destroy()
     ended = time.perf_counter()
-    phases.add(
-        create=(created - started) * 1000,
-        node=sandbox.info.create_ms or 0.0,
-        exec=(answered - created) * 1000,
-        destroy=(ended - answered) * 1000,
-    )
+    if phases is not None:
+        phases.add(
+            create=(created - started) * 1000,
+            node=sandbox.info.create_ms or 0.0,
+            exec=(answered - created) * 1000,
+            destroy=(ended - answered) * 1000,
+        )
     return (answered - started) * 1000
 
 
@@ -114,8 +156,8 @@ def measure_exec(client: dsec.Client, environment: str, rounds: int) -> dict[str
 
         return interleave(
             {
-                "posix_spawn + one loopback call": timed(spawn_and_call),
-                "dsec exec true": timed(lambda: sandbox.exec(["true"], check=True)),
+                SPAWN: timed(spawn_and_call),
+                EXEC: timed(lambda: sandbox.exec(["true"], check=True)),
             },
             rounds,
             warmup=10,
@@ -143,6 +185,24 @@ def measure_sustained(client: dsec.Client, environment: str, count: int) -> dict
     }
 
 
+def measure_warm(service: PrivateService, environment: str, count: int) -> dict[str, object]:
+    """Create and destroy with a spare at hand each time; what making the next spare takes is in it."""
+    client = service.client
+    service.wait_warm(1)
+    cost = Cost(client)
+    started = time.perf_counter()
+    for _ in range(count):
+        client.create(environment).destroy()
+        service.wait_warm(1)
+    elapsed = time.perf_counter() - started
+    return {
+        "sandboxes": count,
+        "seconds": round(elapsed, 2),
+        "per_second": round(count / elapsed, 1),
+        "cpu_ms_each": cost.per(count),
+    }
+
+
 def measure_import() -> float:
     program = "import time; t = time.perf_counter(); import dsec; print((time.perf_counter() - t) * 1000)"
     runs = [
@@ -152,22 +212,27 @@ def measure_import() -> float:
     return round(sorted(runs)[len(runs) // 2], 1)
 
 
-def summarise(series: dict[str, Series], *, floor: str, subject: str) -> dict[str, object]:
-    rows: dict[str, object] = {name: one.summary() for name, one in series.items()}
-    base, own = series[floor], series[subject]
-    rows["ratios"] = {
-        f"{subject} / {floor}": round(own.p50 / base.p50, 2),
-        **{
-            f"{name} / {subject}": round(one.p50 / own.p50, 2) for name, one in series.items() if one not in (base, own)
-        },
-    }
+def summarise(series: dict[str, Series], *, floor: str, subjects: tuple[str, ...]) -> dict[str, Any]:
+    """Also how the subjects stand to the floor, and the others to the subjects: by their middle and by their least."""
+    rows: dict[str, Any] = {name: one.summary() for name, one in series.items()}
+    ratios = {f"{subject} / {floor}": _ratio(series[subject], series[floor]) for subject in subjects}
+    for name, one in series.items():
+        if name != floor and name not in subjects:
+            ratios |= {f"{name} / {subject}": _ratio(one, series[subject]) for subject in subjects}
+    rows["ratios"] = ratios
     return rows
 
 
-def show(result: dict[str, object]) -> None:
+def _ratio(above: Series, below: Series) -> dict[str, float]:
+    return {
+        "p50": round(above.p50 / below.p50, 2),
+        "min": round(min(above.milliseconds) / min(below.milliseconds), 2),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
     for part in ("create", "phases", "exec"):
         rows = result[part]
-        assert isinstance(rows, dict)
         for name, row in rows.items():
             text = "  ".join(f"{key} {value}" for key, value in row.items())
             print(f"{part:8} {name:34} {text}", file=sys.stderr)

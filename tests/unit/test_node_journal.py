@@ -113,7 +113,7 @@ async def test_a_write_that_fails_harms_none_of_its_batch(tmp_path: Path) -> Non
 
     results = await asyncio.gather(
         journal.put(row_of("a")),
-        journal._submit(lambda db: db.execute("INSERT INTO nothing VALUES (1)"), durable=True),
+        journal._submit(lambda db: db.execute("INSERT INTO nothing VALUES (1)")),
         journal.put(row_of("b")),
         return_exceptions=True,
     )
@@ -204,9 +204,7 @@ async def test_rows_with_fields_of_a_newer_version_are_read(tmp_path: Path) -> N
     import msgspec
 
     fields = {**msgspec.to_builtins(row_of("a"), builtin_types=(bytes,)), "invented_later": 1, "version": 2}
-    await journal._submit(
-        lambda db: db.execute("INSERT INTO sandboxes (id, body) VALUES ('a', ?)", (pack(fields),)), durable=False
-    )
+    await journal._submit(lambda db: db.execute("INSERT INTO sandboxes (id, body) VALUES ('a', ?)", (pack(fields),)))
 
     assert journal.sandboxes()[0].version == 2
     await journal.close()

@@ -146,7 +146,7 @@ class Backend(Protocol):
         """Something running and reachable; or raises LaunchError (step named) and nothing is left on the host."""
         ...
 
-    def shape(self, instance: InstanceSpec) -> bytes | None:
+    async def shape(self, instance: InstanceSpec) -> bytes | None:
         """What a spare must have been made with to become this instance: equal shapes, and `claim` can do the rest.
         None: no spare can. Raises as `create` for what this backend cannot give."""
         ...

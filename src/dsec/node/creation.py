@@ -276,7 +276,7 @@ class Creation:
         done_ms: Callable[[], float] | None,
     ) -> bool:
         """A spare becomes the sandbox. False when there is none, or it is of no use: nothing has been written then."""
-        spare = self._warm.take(backend, wanted)
+        spare = await self._warm.take(backend, wanted)
         if spare is None:
             return False
         try:

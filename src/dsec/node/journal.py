@@ -1,8 +1,8 @@
 """What must be known after a restart: sandboxes, idempotency keys, tombstones, the node's own id. SQLite, WAL.
 
 One thread writes. What was asked for while it wrote becomes one transaction: a burst of creates shares its fsyncs.
-A write is durable (FULL: it survives a loss of power) or kept (NORMAL: it survives kill -9 of the node, in the page
-cache). Intents are durable. Later moves are kept: with the host's power every sandbox ends anyway.
+A write survives kill -9 of the node, in the page cache (synchronous = NORMAL). A loss of power may take the last of
+them back, and ends every sandbox anyway; what their directories then hold is found by the backends' `sweep`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from dsec.core import limits
-from dsec.core.errors import DsecError, HostError, StorageError
+from dsec.core.errors import DsecError, HostError, InvalidArgumentError, ProtocolError, StorageError
 from dsec.core.faults import fault_point
-from dsec.core.ids import NodeId, new_node_id, parse_node_id
+from dsec.core.ids import NodeId, SandboxId, new_node_id, node_of, parse_node_id, parse_sandbox_id
 from dsec.node.rows import KeyRow, SandboxRow, SpareRow, Tombstone
 from dsec.wire.codec import pack, unpack
 
 SCHEMA_VERSION: Final = 1
 _BATCH_MAX: Final = 512
+_BUSY_S = 10.0
 _QUEUE_MAX: Final = 65_536
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -82,52 +83,50 @@ class Journal:
     # -- writes ------------------------------------------------------------------------------------
 
     async def intend(self, row: SandboxRow, key: KeyRow | None) -> None:
-        """Durable: the sandbox and the key that its request came with."""
+        """The sandbox and the key that its request came with."""
 
         def write(db: sqlite3.Connection) -> None:
             _put_row(db, row)
             _put_key(db, key)
 
-        await self._submit(write, durable=True)
+        await self._submit(write)
 
     async def intend_spare(self, row: SpareRow) -> None:
-        """Durable, as any instance that is about to be."""
-
         def write(db: sqlite3.Connection) -> None:
             db.execute("INSERT OR REPLACE INTO spares (id, body) VALUES (?, ?)", (row.id, pack(row)))
 
-        await self._submit(write, durable=True)
+        await self._submit(write)
 
     async def claim(self, spare: str, row: SandboxRow, key: KeyRow | None) -> None:
-        """Kept: the spare is the sandbox's instance from here on, or still a spare; never both, never neither."""
+        """The spare is the sandbox's instance from here on, or still a spare; never both, never neither."""
 
         def write(db: sqlite3.Connection) -> None:
             _drop_spare(db, spare)
             _put_row(db, row)
             _put_key(db, key)
 
-        await self._submit(write, durable=False)
+        await self._submit(write)
 
     async def forget_spare(self, id: str) -> None:
-        """Kept: nothing of it is left."""
-        await self._submit(lambda db: _drop_spare(db, id), durable=False)
+        """Nothing of it is left."""
+        await self._submit(lambda db: _drop_spare(db, id))
 
     async def put(self, row: SandboxRow) -> None:
-        """Kept: the row as it is now."""
-        await self._submit(lambda db: _put_row(db, row), durable=False)
+        """The row as it is now."""
+        await self._submit(lambda db: _put_row(db, row))
 
     async def forget(self, id: str, *, project: str, key: str | None) -> None:
-        """Kept: a create that failed. Its key may be used again."""
+        """A create that failed. Its key may be used again."""
 
         def write(db: sqlite3.Connection) -> None:
             db.execute("DELETE FROM sandboxes WHERE id = ?", (id,))
             if key is not None:
                 db.execute("DELETE FROM keys WHERE project = ? AND key = ?", (project, key))
 
-        await self._submit(write, durable=False)
+        await self._submit(write)
 
     async def bury(self, tombstone: Tombstone) -> None:
-        """Kept: the row gives way to its tombstone."""
+        """The row gives way to its tombstone."""
         sandbox = tombstone.sandbox
 
         def write(db: sqlite3.Connection) -> None:
@@ -137,7 +136,7 @@ class Journal:
                 (sandbox.id, sandbox.created_at, sandbox.ended_at or 0.0, pack(tombstone)),
             )
 
-        await self._submit(write, durable=False)
+        await self._submit(write)
 
     async def prune(self, now: float) -> None:
         """Drops tombstones and keys that are past their time, and the oldest ones above their number."""
@@ -148,12 +147,19 @@ class Journal:
             _drop_oldest(db, "tombstones", "ended_at", limits.TOMBSTONES_MAX)
             _drop_oldest(db, "keys", "at", limits.IDEMPOTENCY_KEYS_MAX)
 
-        await self._submit(write, durable=False)
+        await self._submit(write)
 
     # -- reads -------------------------------------------------------------------------------------
 
     def sandboxes(self) -> list[SandboxRow]:
-        return [unpack(body, SandboxRow) for (body,) in self._read("SELECT body FROM sandboxes", ())]
+        """Raises StorageError when one cannot be read: it must not be forgotten."""
+        rows: list[SandboxRow] = []
+        for id, body in self._read("SELECT id, body FROM sandboxes", ()):
+            try:
+                rows.append(unpack(body, SandboxRow))
+            except ProtocolError as error:
+                raise _damaged(self.path, f"the row of {id} is not readable: {error}") from error
+        return rows
 
     def spares(self) -> list[SpareRow]:
         return [unpack(body, SpareRow) for (body,) in self._read("SELECT body FROM spares", ())]
@@ -180,10 +186,10 @@ class Journal:
         except sqlite3.Error as error:
             raise StorageError(f"the journal {self.path} cannot be read") from error
 
-    async def _submit(self, write: _Write, *, durable: bool) -> None:
+    async def _submit(self, write: _Write) -> None:
         if self._closed:
             raise StorageError("the journal is closed")
-        job = _Job(write, durable, self._loop.create_future())
+        job = _Job(write, self._loop.create_future())
         try:
             self._queue.put_nowait(job)
         except queue.Full as error:
@@ -193,11 +199,10 @@ class Journal:
 
 
 class _Job:
-    __slots__ = ("done", "durable", "error", "write")
+    __slots__ = ("done", "error", "write")
 
-    def __init__(self, write: _Write, durable: bool, done: asyncio.Future[None]) -> None:
+    def __init__(self, write: _Write, done: asyncio.Future[None]) -> None:
         self.write = write
-        self.durable = durable
         self.done = done
         self.error: BaseException | None = None
 
@@ -235,8 +240,6 @@ def _write_batch(db: sqlite3.Connection, batch: list[_Job]) -> None:
 def _transact(db: sqlite3.Connection, batch: list[_Job]) -> None:
     if not batch:
         return
-    durable = any(job.durable for job in batch)
-    db.execute("PRAGMA synchronous = FULL" if durable else "PRAGMA synchronous = NORMAL")
     db.execute("BEGIN IMMEDIATE")
     try:
         for job in batch:
@@ -262,25 +265,35 @@ def _settle(batch: list[_Job]) -> None:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
-    db.execute("PRAGMA busy_timeout = 10000")
-    return db
+    # Nobody else should have it open; a copy that is being made is waited for.
+    return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=_BUSY_S)
 
 
 def _open(path: Path) -> tuple[sqlite3.Connection, NodeId]:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     db = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not path.exists() or path.stat().st_size == 0:
+            _check_nothing_is_known(path)
         db = _connect(path)
         db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = FULL")
+        db.execute("PRAGMA synchronous = NORMAL")
         _check_schema(db, path)
+        _check_pages(db, path)
         db.executescript(_SCHEMA)
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         node_id = _minted_id(db)
         path.chmod(0o600)
         return db, node_id
-    except (sqlite3.Error, OSError) as error:
+    except sqlite3.DatabaseError as error:
+        if db is not None:
+            db.close()
+        if isinstance(error, sqlite3.OperationalError):  # of the disk or the directory, not of what is in the file
+            raise StorageError(
+                f"the journal {path} cannot be used: {error}", hint="is its disk full, or not writable?"
+            ) from error
+        raise _damaged(path, str(error)) from error
+    except OSError as error:
         if db is not None:
             db.close()
         raise StorageError(f"the journal {path} cannot be used: {error}") from error
@@ -288,6 +301,42 @@ def _open(path: Path) -> tuple[sqlite3.Connection, NodeId]:
         if db is not None:
             db.close()
         raise
+
+
+def _check_pages(db: sqlite3.Connection, path: Path) -> None:
+    (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    if verdict != "ok":
+        raise _damaged(path, str(verdict).splitlines()[-1])
+
+
+def _damaged(path: Path, what: str) -> StorageError:
+    return StorageError(
+        f"the journal {path} is damaged: {what}",
+        hint=f"put a copy of it back, or try `sqlite3 {path} .recover`; without it its sandboxes cannot be taken over: "
+        "moved away, the next start says what is left of them",
+    )
+
+
+def _check_nothing_is_known(path: Path) -> None:
+    """A node that has lost its journal must not begin an empty one: sandboxes may run that nobody would know of."""
+    left = [found for found in path.parent.glob("*/sbx_*") if _id_of(found) is not None]
+    if not left:
+        return
+    ids = {id for found in left if (id := _id_of(found))}
+    nodes = ", ".join(sorted({node_of(id) for id in ids}))
+    places = ", ".join(sorted({f"{found.parent}/sbx_*" for found in left}))
+    raise StorageError(
+        f"the journal {path} is missing or empty, while there are things of {len(ids)} sandboxes",
+        hint="put a copy of it back; or give them up: `dsec down --launcher`, write 1 to cgroup.kill of the cgroup2 "
+        f"directory {nodes} below the configured cgroup_parent, and remove {places}",
+    )
+
+
+def _id_of(path: Path) -> SandboxId | None:
+    try:
+        return parse_sandbox_id(path.name)
+    except InvalidArgumentError:
+        return None
 
 
 def _check_schema(db: sqlite3.Connection, path: Path) -> None:

@@ -124,6 +124,7 @@ class Node:
         self.creation = Creation(
             self._services, self.registry, self.backends, self.environments, self.room, boot, self.warm
         )
+        await self._sweep()
         self.adoption = Adoption(self._services, self.registry, self.backends, self.environments, boot)
         self.adoption.begin()
         self.warm.discard_left()
@@ -176,6 +177,16 @@ class Node:
                 f"another node process has {self.config.state_dir}", hint="stop it first: dsec down"
             ) from error
         self._lock = lock
+
+    async def _sweep(self) -> None:
+        """Before anything is created: an intent that is not in the journal any more was lost with the power."""
+        records: dict[Substrate, list[bytes]] = {substrate: [] for substrate in self.backends}
+        for row in self.journal.sandboxes():
+            records.setdefault(row.spec.substrate, []).append(row.record)
+        for spare in self.journal.spares():
+            records.setdefault(Substrate(spare.substrate), []).append(spare.record)
+        for substrate, backend in self.backends.items():
+            await backend.sweep([record for record in records[substrate] if record])
 
     async def _remove_strays(self) -> None:
         """Directories of sandboxes that nobody knows any more."""

@@ -137,11 +137,11 @@ class WarmPool:
         if not self._creating:
             self._changed.set()
 
-    def take(self, backend: Backend, instance: InstanceSpec) -> Spare | None:
+    async def take(self, backend: Backend, instance: InstanceSpec) -> Spare | None:
         """A live spare that may become `instance`; from now on it is the caller's to claim or to `give_up`."""
         if not self.enabled or not backend.capabilities.warm or self._closed:
             return None
-        shape = backend.shape(instance)
+        shape = await backend.shape(instance)
         if shape is None:
             return None
         shelf = self._shelf((instance.spec.substrate, shape), instance)

@@ -20,6 +20,7 @@ from dsec.node.node import Node
 from dsec.node.registry import Registry
 from dsec.node.service import Service
 from dsec.node.services import Sleep
+from dsec.node.warmpool import WarmPool
 from dsec.wire.codec import pack, unpack
 from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo
 from dsec.wire.frames import Frame
@@ -140,11 +141,21 @@ async def crash(node: Node) -> None:
             await sandbox._link.close(UnavailableError("the node was killed"))
         sandbox.execs.close()
     node._services.closing = True
+    await _forget_spares(node.warm)
     for tasks in stopped:
         tasks._finishing.clear()
         await tasks.settle()
     node.registry = Registry()
     await node.close()
+
+
+async def _forget_spares(warm: WarmPool) -> None:
+    warm._tasks._finishing.clear()
+    for shelf in warm._shelves.values():
+        for spare in shelf.spares:
+            spare.client.close()
+    warm._shelves.clear()
+    await warm._tasks.settle()
 
 
 class NodeClient:

@@ -147,10 +147,8 @@ class ContainerBackend:
 
     # ---- spares ----------------------------------------------------------------------------------
 
-    def shape(self, instance: InstanceSpec) -> bytes | None:
-        if self._facts is None:
-            return None  # before the first create
-        return shape_of(plan_launch(instance, self._config, self._facts, id_base=0))
+    async def shape(self, instance: InstanceSpec) -> bytes | None:
+        return shape_of(plan_launch(instance, self._config, await self._open(), id_base=0))
 
     async def claim(self, spare: Instance, instance: InstanceSpec) -> ContainerInstance:
         assert isinstance(spare, ContainerInstance)
@@ -320,7 +318,7 @@ class ContainerBackend:
             pids_max=max(64, pid_max - config.pids_kept_for_host),
             memory_max=memory_for_all(memory_total, config.memory_kept_for_host),
         )
-        for directory in (config.run_dir / "sb", config.sandboxes_dir):
+        for directory in (config.run_dir / "sb", config.sandboxes_dir, config.sandboxes_dir / TRASH):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._ids.open()
         self._launcher = Launcher(

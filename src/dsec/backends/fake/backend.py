@@ -72,7 +72,7 @@ class FakeBackend:
             raise
         return FakeInstance(self.host, sandbox, pack(record), self._capabilities)
 
-    def shape(self, instance: InstanceSpec) -> bytes | None:
+    async def shape(self, instance: InstanceSpec) -> bytes | None:
         return pack([[layer.digest for layer in instance.layers], instance.spec.privilege_gain])
 
     async def claim(self, spare: Instance, instance: InstanceSpec) -> Instance:
