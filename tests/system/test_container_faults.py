@@ -99,6 +99,22 @@ async def test_a_fault_of_the_node_at_any_point_of_a_sandbox_s_life_leaves_nothi
             assert (await sandbox.exec("echo works")).stdout == "works\n"
 
 
+async def test_a_pause_or_resume_that_fails_at_any_step_says_so_and_can_be_asked_for_again(place: Place) -> None:
+    async with served(place) as (_, client):
+        async with await client.create(ENVIRONMENT) as sandbox:
+            hits: list[str] = []
+            async for faults in each_nth_failure("container."):
+                with faults:
+                    with contextlib.suppress(DsecError):
+                        await sandbox.pause()
+                    with contextlib.suppress(DsecError):
+                        await sandbox.resume()
+                hits.append(faults.hit or "none")
+                await sandbox.resume()
+                assert (await sandbox.exec("echo works", timeout_s=60)).stdout == "works\n"
+            assert hits == ["container.freeze", "container.freeze", "container.thaw", "container.thaw", "none"]
+
+
 async def _live_and_die(client: NodeClient) -> None:
     with contextlib.suppress(DsecError):
         sandbox = await client.call(Method.CREATE, records.CreateRequest(spec=SPEC), records.Sandbox)

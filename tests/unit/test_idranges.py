@@ -12,6 +12,7 @@ import pytest
 from dsec.core.errors import CapacityError, HostError
 from dsec.security import idranges
 from dsec.security.idranges import FIRST_ID, IDS_PER_RANGE, IdRanges
+from dsec.testing.faults import Faults
 
 
 @pytest.fixture
@@ -105,3 +106,13 @@ def test_ranges_that_subuid_gives_to_a_user_are_left_alone(tmp_path: Path, monke
 
     assert {ranges.take(""), ranges.take("")} == {FIRST_ID + 2 * IDS_PER_RANGE, FIRST_ID + 3 * IDS_PER_RANGE}
     ranges.close()
+
+
+def test_a_range_that_cannot_be_noted_is_free_again_and_the_error_says_where(
+    ranges: IdRanges, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idranges, "SLOTS", 1)
+    with Faults(1, prefix="idranges.mark"), pytest.raises(HostError, match=str(tmp_path)):
+        ranges.take("")
+
+    assert ranges.take("") == FIRST_ID

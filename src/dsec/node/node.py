@@ -168,7 +168,12 @@ class Node:
 
     def _take_lock(self) -> None:
         path = self.config.state_dir / "node.lock"
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StorageError(
+                f"cannot open {path}: {error.strerror}", hint="the node writes in its state directory"
+            ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

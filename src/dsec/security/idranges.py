@@ -8,6 +8,7 @@ adopts the sandbox takes the slot again.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -16,6 +17,7 @@ import threading
 from pathlib import Path
 
 from dsec.core.errors import CapacityError, HostError
+from dsec.core.faults import fault_point
 
 IDS_PER_RANGE = 65_536
 FIRST_ID = 0x7000_0000
@@ -55,7 +57,7 @@ class IdRanges:
         self._held.clear()
 
     def take(self, holder: str) -> int:
-        """The first host id of a free range. Raises CapacityError when all are held.
+        """The first host id of a free range. Raises CapacityError when all are held, HostError when it cannot be noted.
 
         `holder` is the sandbox's cgroup directory: the range counts as held for as long as that exists.
         """
@@ -63,7 +65,7 @@ class IdRanges:
             for step in range(SLOTS):
                 slot = (self._next + step) % SLOTS
                 if slot not in self._held and slot not in self._reserved and self._try_take(slot):
-                    (self._directory / str(slot)).write_text(holder)
+                    self._mark(slot, holder)
                     self._held.add(slot)
                     # Onwards rather than back to the lowest: a range that was just given up rests longest.
                     self._next = (slot + 1) % SLOTS
@@ -86,12 +88,24 @@ class IdRanges:
         with self._lock:
             if slot in self._held:
                 self._held.discard(slot)
-                (self._directory / str(slot)).unlink(missing_ok=True)
+                # A marker that stays names a cgroup that is gone, and keeps nobody from the slot.
+                with contextlib.suppress(OSError):
+                    (self._directory / str(slot)).unlink(missing_ok=True)
                 self._set_lock(slot, fcntl.F_UNLCK)
 
     @property
     def held(self) -> int:
         return len(self._held)
+
+    def _mark(self, slot: int, holder: str) -> None:
+        try:
+            fault_point("idranges.mark")
+            (self._directory / str(slot)).write_text(holder)
+        except OSError as error:
+            self._set_lock(slot, fcntl.F_UNLCK)
+            raise HostError(
+                f"an id range cannot be noted in {self._directory}: {error}", hint="is its file system full?"
+            ) from error
 
     def _try_take(self, slot: int) -> bool:
         if not self._try_lock(slot):
@@ -115,7 +129,7 @@ class IdRanges:
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
-            raise
+            raise HostError(f"the id ranges in {self._directory} cannot be locked: {error}") from error
         return True
 
     def _set_lock(self, slot: int, kind: int) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from dsec.backends.base import InstanceExit, InstanceUsage
 from dsec.backends.container.record import ContainerRecord
-from dsec.core.errors import FreezeTimeoutError, SandboxFaultError, UnsupportedError
+from dsec.core.errors import FreezeTimeoutError, HostError, SandboxFaultError, UnsupportedError
+from dsec.core.faults import fault_point
 from dsec.core.ids import SandboxId
 from dsec.core.states import EndCause
 from dsec.density.cgroups import read_keyed, read_number, read_pressure_s
@@ -21,7 +22,7 @@ from dsec.density.cgroups import read_keyed, read_number, read_pressure_s
 if TYPE_CHECKING:
     from dsec.backends.container.backend import ContainerBackend
 
-_EXIT_REPORT_S = 1.0
+_EXIT_REPORT_S = 5.0
 
 
 class ContainerInstance:
@@ -107,24 +108,37 @@ class ContainerInstance:
     # ---- pause -----------------------------------------------------------------------------------
 
     async def pause(self, *, deadline_s: float) -> None:
-        """Commands first, the agent last, so that it never sees them stand still while it runs (ruling 10)."""
-        frozen: list[Path] = []
+        """Commands first, the agent last, so that it never sees them stand still while it runs (ruling 10).
+
+        Raises FreezeTimeoutError or HostError; all of it runs on then.
+        """
         try:
             for part in ("work", "agent"):
-                directory = self._cgroup(part)
-                frozen.append(directory)
-                await _freeze(directory, deadline_s)
-        except TimeoutError as error:
-            for directory in reversed(frozen):
-                (directory / "cgroup.freeze").write_text("0")
-            raise FreezeTimeoutError(
-                f"{self.id} did not freeze within {deadline_s:g} s and runs on", sandbox=self.id
-            ) from error
+                await _freeze(self._cgroup(part), deadline_s)
+        except BaseException as error:
+            self._thaw_what_can_be()
+            if isinstance(error, TimeoutError):
+                raise FreezeTimeoutError(
+                    f"{self.id} did not freeze within {deadline_s:g} s and runs on", sandbox=self.id
+                ) from error
+            if isinstance(error, OSError):
+                raise HostError(f"{self.id} cannot be frozen: {error}", sandbox=self.id) from error
+            raise
 
     async def resume(self) -> None:
+        """Raises HostError; it may be asked for again."""
+        try:
+            for part in ("agent", "work"):
+                _thaw(self._cgroup(part))
+        except OSError as error:
+            raise HostError(f"{self.id} cannot be thawed: {error}", sandbox=self.id) from error
+
+    def _thaw_what_can_be(self) -> None:
+        if self._record.cgroup2 is None:
+            return
         for part in ("agent", "work"):
-            with contextlib.suppress(FileNotFoundError):
-                (self._cgroup(part) / "cgroup.freeze").write_text("0")
+            with contextlib.suppress(OSError):
+                _thaw(self._cgroup(part))
 
     def _cgroup(self, part: str) -> Path:
         if self._record.cgroup2 is None:
@@ -190,9 +204,16 @@ def _first_number(v2: str | None, v2_name: str, v1: str | None, v1_name: str) ->
 
 async def _freeze(directory: Path, deadline_s: float) -> None:
     """Raises TimeoutError. `cgroup.events` says when every task has stopped; usually that is at once."""
+    fault_point("container.freeze")
     (directory / "cgroup.freeze").write_text("1")
     pause_s = 0.0002
     async with asyncio.timeout(deadline_s):
         while read_keyed(directory / "cgroup.events").get("frozen") != 1:
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, 0.05)
+
+
+def _thaw(directory: Path) -> None:
+    fault_point("container.thaw")
+    with contextlib.suppress(FileNotFoundError):
+        (directory / "cgroup.freeze").write_text("0")
