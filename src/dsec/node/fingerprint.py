@@ -35,6 +35,13 @@ _KVM_GET_API_VERSION: Final = 0xAE00
 _KVM_CREATE_VM: Final = 0xAE01
 _NOFILE_GOOD: Final = 16_384  # four descriptors for each of 4,000 sandboxes
 _PROBE_TIMEOUT_S: Final = 10.0
+# What all sandboxes take from one pool of the kernel: for each of them at least, and left to the host.
+_SHARED: Final = (
+    ("kernel.pid_max", 4, 4_096),  # the agent, a shell and two commands
+    ("kernel.threads-max", 4, 4_096),
+    ("kernel.pty.max", 1, 1_024),  # kernel.pty.reserve is the host's alone
+    ("fs.file-max", 64, 65_536),
+)
 _CONTROLLERS_HINT: Final = "echo '+cpu +memory +pids' > /sys/fs/cgroup/cgroup.subtree_control, as root"
 _DISK_HINT: Final = "`dsec env ls` and `dsec env rm` free layers, `dsec rm` sandboxes; --state-dir names another disk"
 _DEBIAN_HINT: Final = "a Debian or Ubuntu machine has them; elsewhere build from an OCI image layout or a tar file"
@@ -67,6 +74,7 @@ _MEANING: Final = {
     "disk": ("needed", "creates and builds are refused, or soon will be"),
     "EROFS": ("advised", "layers are kept as directories, which take more room, files and memory"),
     "descriptors": ("advised", "fewer sandboxes at once: each takes about four"),
+    "host limits": ("advised", "the last sandboxes find nothing left of what all share, long before the node is full"),
     "Landlock": ("optional", "one of several walls around the agent is missing"),
     "Debian packages": ("optional", "`dsec env build --debian` does not work; tar, directory and OCI do"),
     "KVM": ("optional", "nothing yet: virtual machines are not built in"),
@@ -86,6 +94,7 @@ def _probes(config: NodeConfig) -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "memory", lambda: _memory(config)
     yield "disk", lambda: _disk(config)
     yield "descriptors", _descriptors
+    yield "host limits", lambda: host_limits(config.sandboxes_max)
     yield "Debian packages", _debian
     yield "KVM", _kvm
 
@@ -219,6 +228,24 @@ def _disk(config: NodeConfig) -> Finding:
         return Finding(what="disk", status=MISSING, detail=detail, hint=_DISK_HINT)
     low = free < 4 * config.disk_free_bytes_min
     return Finding(what="disk", status=DEGRADED if low else OK, detail=detail, hint=_DISK_HINT if low else None)
+
+
+def host_limits(sandboxes_max: int, root: Path = Path("/proc/sys")) -> Finding:
+    """Whether the kernel's pools that nothing divides among sandboxes suffice for as many as the node may hold."""
+    low = []
+    for name, each, kept in _SHARED:
+        path = root.joinpath(*name.split("."))
+        needed = each * sandboxes_max + kept
+        if path.exists() and (found := int(path.read_text())) < needed:
+            low.append((name, found, needed))
+    if not low:
+        return Finding(what="host limits", status=OK, detail=f"suffice for {sandboxes_max} sandboxes")
+    return Finding(
+        what="host limits",
+        status=DEGRADED,
+        detail=f"for {sandboxes_max} sandboxes: " + ", ".join(f"{name} is {found}" for name, found, _ in low),
+        hint="; ".join(f"sysctl -w {name}={needed}" for name, _, needed in low) + "; or a lower sandboxes_max",
+    )
 
 
 def _descriptors() -> Finding:

@@ -20,8 +20,10 @@ const SCRATCH: &CStr = c"/scratch";
 const EMPTY_FILE: &CStr = c"/empty/file";
 const EMPTY_DIRECTORY: &CStr = c"/empty/directory";
 
+/// At least: devices and the files of `/etc` need some pages of what `/dev/shm` may hold.
 const SCRATCH_BYTES: u64 = 1 << 20;
-const SCRATCH_INODES: u64 = 4096;
+/// Each is some 700 bytes that count against the sandbox's memory.
+const SCRATCH_INODES: u64 = 65_536;
 
 /// Copies of the mounts that the overlay is made of, attached nowhere.
 pub struct Parts {
@@ -166,15 +168,16 @@ pub fn takes_detached_layers(system: &dyn System) -> bool {
     try_it().is_ok()
 }
 
-/// Makes the small file system that `/dev` and the files of `/etc` come from, and binds `/dev`.
+/// Makes the file system in memory that `/dev`, `/dev/shm` and the files of `/etc` come from, and binds the first two. One
+/// for all: the kernel keeps a word for every file system of the machine in every memory cgroup of the machine.
 pub fn scratch(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result<()> {
     let owner = plan.id_base.to_string();
     let options = [
-        MountOption::Text(c"size", SCRATCH_BYTES.to_string()),
+        MountOption::Text(c"size", plan.shm_bytes.max(SCRATCH_BYTES).to_string()),
         MountOption::Text(c"nr_inodes", SCRATCH_INODES.to_string()),
         MountOption::Text(c"mode", "0755".into()),
         MountOption::Text(c"uid", owner.clone()),
-        MountOption::Text(c"gid", owner.clone()),
+        MountOption::Text(c"gid", owner),
     ];
     let flags = attr::NO_SUID | attr::NO_EXEC;
     let scratch = system
@@ -189,6 +192,7 @@ pub fn scratch(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result
     // nobody there can make others, for that takes rights in the initial user namespace.
     put(c"dev", Entry::Directory { mode: 0o755 })?;
     put(c"etc", Entry::Directory { mode: 0o755 })?;
+    put(c"shm", Entry::Directory { mode: 0o1777 })?;
     device_entries()
         .into_iter()
         .try_for_each(|(name, entry)| put(name, entry))?;
@@ -209,16 +213,12 @@ pub fn scratch(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result
         .doing("copy the mount of", "/dev")?;
     attach_inside(system, root, &devices, Path::new("/dev"))?;
 
-    let options = [
-        MountOption::Text(c"size", plan.shm_bytes.to_string()),
-        MountOption::Text(c"mode", "1777".into()),
-        MountOption::Text(c"uid", owner.clone()),
-        MountOption::Text(c"gid", owner),
-    ];
-    let flags = attr::NO_SUID | attr::NO_EXEC | attr::NO_DEVICES;
     let shared = system
-        .make_mount(c"tmpfs", &options, flags)
-        .doing("make", "/dev/shm")?;
+        .clone_mount(c"/scratch/shm")
+        .doing("copy the mount of", "/dev/shm")?;
+    system
+        .set_attributes(shared.as_fd(), attr::NO_DEVICES)
+        .doing("set attributes of", "/dev/shm")?;
     attach_inside(system, root, &shared, Path::new("/dev/shm"))
 }
 
