@@ -284,7 +284,7 @@ class EnvironmentStore:
         if near := difflib.get_close_matches(name, names, n=1):
             hint = f"did you mean {near[0]}? `dsec env ls` shows all"
         elif names:
-            hint = f"there are {', '.join(names[:5])}; make it with: dsec env build {name} --debian"
+            hint = f"known are {', '.join(names[:5])}; make it with: dsec env build {name} --debian"
         else:
             hint = f"there are none yet; make it with: dsec env build {name} --debian"
         return EnvironmentNotFoundError(f"no environment {name!r} on this node", hint=hint)
