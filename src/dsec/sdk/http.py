@@ -76,6 +76,8 @@ class HttpConnection(asyncio.Protocol):
         self._response: Response | None = None
         self._head: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
+        self._progress = False
+        self._unread_bytes = 0
         self._reason = b""
         self._pieces: deque[bytes] = deque()
         self._queued = 0
@@ -178,10 +180,16 @@ class HttpConnection(asyncio.Protocol):
         elif self._done:
             self._fail("bytes came that belong to no answer")
         else:
+            self._progress = False
             try:
                 self._parser.feed_data(data)
             except httptools.HttpParserError as error:
                 self._fail(f"the answer is not HTTP/1.1: {error}")
+                return
+            # What the parser keeps to itself: a line that does not end, an extension of a chunk.
+            self._unread_bytes = 0 if self._progress else self._unread_bytes + len(data)
+            if self._unread_bytes > HEAD_BYTES_MAX:
+                self._fail(f"a line of more than {HEAD_BYTES_MAX} bytes")
 
     def eof_received(self) -> None:
         return None  # the transport closes itself
@@ -214,6 +222,7 @@ class HttpConnection(asyncio.Protocol):
         self._head.append((name, value))
 
     def on_headers_complete(self) -> None:
+        self._progress = True
         status = self._parser.get_status_code()
         if status < 200:
             return  # an interim answer; the real one follows
@@ -229,6 +238,7 @@ class HttpConnection(asyncio.Protocol):
         self._wake()
 
     def on_body(self, body: bytes) -> None:
+        self._progress = True
         self._take(body)
 
     def on_message_complete(self) -> None:

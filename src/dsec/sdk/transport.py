@@ -43,6 +43,7 @@ Query = Mapping[str, "str | bytes | int | float | bool | None"]
 
 CALLS_MAX: Final = 256  # connections for short requests
 STREAMS_MAX: Final = 2_048  # connections that last: output, files, waits. Apart, so that these never starve the others
+ANSWER_BYTES_MAX: Final = 64 << 20  # of a record; content comes in streams
 _MESSAGE_BYTES_MAX: Final = 4 << 20
 _ERROR_BYTES_MAX: Final = 1 << 20
 _ERROR_TEXT_MAX: Final = 300
@@ -121,7 +122,10 @@ class Transport:
             async with self._open(
                 method, path, query, content, sent, total_s=left_s, long=long, again=repeatable
             ) as response:
-                return decode_reply(await response.read(), answer)
+                raw = await response.read(ANSWER_BYTES_MAX)
+                if len(raw) > ANSWER_BYTES_MAX:
+                    raise ProtocolError(f"the service answered {method} {path} with more than {ANSWER_BYTES_MAX} bytes")
+                return decode_reply(raw, answer)
 
         return await self._retrying(once, repeatable=repeatable, timeout_s=timeout_s)
 
