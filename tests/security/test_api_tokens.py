@@ -130,13 +130,13 @@ async def test_a_page_in_a_browser_reaches_nothing(service: Running) -> None:
             ("OPTIONS", "/v1/sandboxes"),
             ("GET", "/v1/sandboxes"),
             ("POST", "/v1/sandboxes"),
-            ("GET", "/v1/version"),
+            ("GET", "/v1/health"),
             ("GET", "/metrics"),
         ):
             asked = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Private-Network": "true"}
             async with client.request(method, path, headers=asked, data=None) as answer:
                 assert not [name for name in answer.headers if name.lower().startswith("access-control")]
-                assert path == "/v1/version" or answer.status in (401, 404, 405), (method, path, answer.status)
+                assert path == "/v1/health" or answer.status in (401, 404, 405), (method, path, answer.status)
         with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
             await client.ws_connect("/v1/sandboxes/sbx_x_y/connect?port=1", headers=page)
         assert refused.value.status == 401
