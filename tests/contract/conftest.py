@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from dsec.core.errors import HostError
 from tests.contract.agents_under_test import AgentUnderTest, contained_agent, fake_agent, real_agent
 from tests.contract.backends_under_test import BACKENDS, BackendUnderTest, layer_of
+from tests.contract.sdk_service import CuttingProxy, RunningService, cutting_proxy, running_service
 from tests.system.container_images import make_root
 
 
@@ -23,6 +25,23 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with (root / "etc" / name).open("a") as file:
             file.write(line + "\n")
     return root
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RunningService]:
+    """`dsec up` with the fake substrate, in a process of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="dsec-", dir="/tmp") as directory,
+        running_service(Path(directory)) as found,
+    ):
+        yield found
+
+
+@pytest.fixture
+async def proxy(service: RunningService, short_tmp: Path) -> AsyncIterator[CuttingProxy]:
+    """Stands before the service, and can cut connections."""
+    async with cutting_proxy(short_tmp, service.socket) as found:
+        yield found
 
 
 @pytest.fixture(params=["fake", "real", "container"])

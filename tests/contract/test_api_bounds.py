@@ -33,7 +33,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _sandbox(api: Served, headers: dict[str, str]) -> str:
-    async with api.remote.post("/v1/sandboxes", json={"spec": {"environment": {"base": "base"}}}, headers=headers) as answer:
+    async with api.remote.post(
+        "/v1/sandboxes", json={"spec": {"environment": {"base": "base"}}}, headers=headers
+    ) as answer:
         return str((await answer.json())["id"])
 
 

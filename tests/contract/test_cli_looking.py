@@ -19,18 +19,9 @@ import pytest
 
 import dsec
 from dsec.cli import completion, console, main
-from tests.contract.sdk_service import RunningService, running_service
+from tests.contract.sdk_service import RunningService
 
 DSEC = [sys.executable, "-m", "dsec"]
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[RunningService]:
-    with (
-        tempfile.TemporaryDirectory(prefix="dsec-", dir="/tmp") as directory,
-        running_service(Path(directory)) as found,
-    ):
-        yield found
 
 
 @pytest.fixture

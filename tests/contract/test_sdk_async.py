@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 import dsec
 from dsec import errors
-from tests.contract.sdk_service import RunningService, running_service
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[RunningService]:
-    with (
-        tempfile.TemporaryDirectory(prefix="dsec-", dir="/tmp") as directory,
-        running_service(Path(directory)) as found,
-    ):
-        yield found
+from tests.contract.sdk_service import RunningService
 
 
 @pytest.fixture

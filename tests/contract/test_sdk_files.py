@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,7 @@ import pytest
 import dsec
 from dsec import errors
 from dsec.backends.fake.transfers import ECHO_PORT
-from tests.contract.sdk_service import RunningService, running_service
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[RunningService]:
-    with (
-        tempfile.TemporaryDirectory(prefix="dsec-", dir="/tmp") as directory,
-        running_service(Path(directory)) as found,
-    ):
-        yield found
+from tests.contract.sdk_service import RunningService
 
 
 @pytest.fixture
@@ -235,3 +225,25 @@ async def test_environments_are_listed_and_a_build_that_cannot_be_is_said(client
 async def test_the_service_says_what_it_is(client: dsec.AsyncClient) -> None:
     assert (await client.health()).version == dsec.__version__
     assert (await client.doctor()).substrates == {"fake": "ok"}
+
+
+async def test_bytes_that_are_not_text_are_a_typed_error(sb: dsec.AsyncSandbox) -> None:
+    await sb.files.write("/binary", b"ab\xff\x00")
+
+    with pytest.raises(errors.FileError, match="not text in utf-8.*at byte 2") as told:
+        await sb.files.read("/binary")
+
+    assert "read_bytes" in (told.value.hint or "")
+    assert await sb.files.read("/binary", errors="replace") == "ab\ufffd\0"
+
+
+async def test_an_archive_that_is_refused_in_its_middle_says_why(sb: dsec.AsyncSandbox, tmp_path: Path) -> None:
+    """The refusal comes while the rest is still being sent."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a").write_bytes(b"first")
+    (source / "z").write_bytes(bytes(32 << 20))
+    await sb.files.write("/full/a/inside", b"a directory where a file is to be")
+
+    with pytest.raises(errors.FileError):
+        await sb.upload(source, "/full")

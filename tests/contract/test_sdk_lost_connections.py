@@ -5,31 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 import dsec
 from dsec import errors
-from tests.contract.sdk_service import CuttingProxy, RunningService, cutting_proxy, running_service
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[RunningService]:
-    with (
-        tempfile.TemporaryDirectory(prefix="dsec-", dir="/tmp") as directory,
-        running_service(Path(directory)) as found,
-    ):
-        yield found
-
-
-@pytest.fixture
-async def proxy(service: RunningService, short_tmp: Path) -> AsyncIterator[CuttingProxy]:
-    async with cutting_proxy(short_tmp, service.socket) as found:
-        yield found
+from tests.contract.sdk_service import CuttingProxy, RunningService
 
 
 @pytest.fixture

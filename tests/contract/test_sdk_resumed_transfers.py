@@ -7,8 +7,7 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,27 +15,12 @@ import pytest
 import dsec
 from dsec import errors
 from dsec.testing.waiting import eventually
-from tests.contract.sdk_service import CuttingProxy, RunningService, cutting_proxy, running_service
+from tests.contract.sdk_service import CuttingProxy, RunningService
 
 SIZE = 24 << 20
 PROGRAM = (
     "import dsec, sys; sb = dsec.Sandbox.connect(sys.argv[1]); getattr(sb, sys.argv[2])(*sys.argv[3:5], resume=True)"
 )
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[RunningService]:
-    with (
-        tempfile.TemporaryDirectory(prefix="dsec-", dir="/tmp") as directory,
-        running_service(Path(directory)) as found,
-    ):
-        yield found
-
-
-@pytest.fixture
-async def proxy(service: RunningService, short_tmp: Path) -> AsyncIterator[CuttingProxy]:
-    async with cutting_proxy(short_tmp, service.socket) as found:
-        yield found
 
 
 @pytest.fixture

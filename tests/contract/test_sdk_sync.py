@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,16 +18,7 @@ import dsec
 import libdsec
 from dsec import errors
 from dsec.backends.fake.transfers import ECHO_PORT
-from tests.contract.sdk_service import RunningService, running_service
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[RunningService]:
-    with (
-        tempfile.TemporaryDirectory(prefix="dsec-", dir="/tmp") as directory,
-        running_service(Path(directory)) as found,
-    ):
-        yield found
+from tests.contract.sdk_service import RunningService
 
 
 @pytest.fixture

@@ -99,3 +99,20 @@ def test_signals_go_by_number_or_name() -> None:
     assert [signal_number(s) for s in (9, "KILL", "sigint")] == [9, 9, 2]
     with pytest.raises(InvalidArgumentError):
         signal_number("NOPE")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"timeout_s": "5"},
+        {"grace_s": True},
+        {"output_bytes_max": 1.5},
+        {"record_bytes_max": "1MiB"},
+        {"rlimits": {"nofile": "64"}},
+    ],
+)
+def test_a_number_of_the_wrong_type_is_told_by_its_name(options: dict[str, Any]) -> None:
+    name = "nofile" if "rlimits" in options else next(iter(options))
+
+    with pytest.raises(InvalidArgumentError, match=name):
+        make_exec("true", **options)

@@ -12,6 +12,7 @@ from dsec.core import limits
 from dsec.core.errors import (
     ConflictError,
     DsecError,
+    FileError,
     InvalidArgumentError,
     LimitError,
     PathNotFoundError,
@@ -75,8 +76,17 @@ class AsyncFiles:
         max_bytes: int = READ_BYTES_DEFAULT,
         user: str | None = None,
     ) -> str:
-        """The file as text. Raises UnicodeDecodeError when it is not; `errors="replace"` gives it anyway."""
-        return (await self.read_bytes(path, max_bytes=max_bytes, user=user)).decode(encoding, errors)
+        """The file as text. Raises FileError when it is not; `errors="replace"` gives it anyway."""
+        data = await self.read_bytes(path, max_bytes=max_bytes, user=user)
+        try:
+            return data.decode(encoding, errors)
+        except UnicodeDecodeError as error:
+            raise FileError(
+                f"{_shown(path)} is not text in {encoding}: {error.reason} at byte {error.start}",
+                hint='read_bytes() gives its bytes, errors="replace" the text that there is',
+            ) from error
+        except LookupError as error:
+            raise InvalidArgumentError(str(error)) from error
 
     async def read_bytes(
         self,

@@ -229,7 +229,7 @@ class Files(Blocking[AsyncFiles]):
         max_bytes: int = READ_BYTES_DEFAULT,
         user: str | None = None,
     ) -> str:
-        """The file as text. Raises UnicodeDecodeError when it is not; `errors="replace"` gives it anyway."""
+        """The file as text. Raises FileError when it is not; `errors="replace"` gives it anyway."""
         return portal().run(self._async.read(path, encoding=encoding, errors=errors, max_bytes=max_bytes, user=user))
 
     def read_bytes(

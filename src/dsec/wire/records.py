@@ -232,6 +232,12 @@ class ExecRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
 
     def _check_numbers(self) -> None:
+        for what, value in (("timeout_s", self.timeout_s), ("grace_s", self.grace_s), ("wait_s", self.wait_s)):
+            _check_kind(what, value, int | float, "a number of seconds")
+        _check_kind("record_bytes_max", self.record_bytes_max, int, "a number of bytes")
+        _check_kind("output_bytes_max", self.output_bytes_max, int, "a number of bytes")
+        for name, value in self.rlimits.items():
+            _check_kind(f"the limit {name!r}"[:60], value, int, "a whole number")
         if self.timeout_s is not None and not 0 < self.timeout_s <= limits.EXEC_TIMEOUT_S_MAX:
             raise LimitError(f"timeout_s must be above 0 and at most {limits.EXEC_TIMEOUT_S_MAX:g}")
         if not 0 <= self.grace_s <= limits.EXEC_GRACE_S_MAX:
@@ -243,6 +249,12 @@ class ExecRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise LimitError(f"{what[:40]!r} must be between 0 and 2^64-1")
         if self.wait_s is not None and not 0 <= self.wait_s <= limits.WAIT_S_MAX:
             raise LimitError(f"wait_s must be between 0 and {limits.WAIT_S_MAX:g}")
+
+
+def _check_kind(what: str, value: object, kind: Any, words: str) -> None:
+    """Callers build these records by hand, and Python does not look at types."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+        raise InvalidArgumentError(f"{what} must be {words}, not {value!r}"[:200])
 
 
 class Gap(msgspec.Struct, frozen=True):
