@@ -269,6 +269,33 @@ def test_files_are_copied_both_ways(cli: Command, sb: dsec.Sandbox, tmp_path: Pa
     assert cli.run("cp", "box:/no", str(tmp_path)).returncode == 125
 
 
+def test_a_file_comes_from_standard_input_and_goes_to_standard_output(cli: Command, sb: dsec.Sandbox) -> None:
+    content = bytes(range(256)) * 4_000
+
+    told = cli.run("cp", "-", "box:/new/f", stdin=content)
+
+    assert (told.returncode, told.stdout) == (0, b"")
+    assert sb.files.read_bytes("/new/f") == content
+    assert cli("cp", "box:/new/f", "-") == content
+    assert cli("cp", "box:/new/f", "-", "--json") == content
+    assert b"directory" in cli.run("cp", "box:/new", "-").stderr
+    assert cli.run("cp", "-", "box:/new/", stdin=b"x").returncode == 2
+    assert cli.run("cp", "-", "box:/new", stdin=b"x").returncode == 125
+    assert [entry.name for entry in sb.files.list("/new")] == ["f"]
+
+
+def test_names_of_any_bytes_are_copied_and_shown(cli: Command, sb: dsec.Sandbox, tmp_path: Path) -> None:
+    name = b"\xff\xfe line\nbreak"
+    (tmp_path / os.fsdecode(name)).write_bytes(name)
+
+    cli("cp", str(tmp_path / os.fsdecode(name)), "box:/w/")
+    cli("cp", "box:/w/" + os.fsdecode(name), str(tmp_path / "one"))
+    cli("cp", "box:/w", str(tmp_path / "tree"))
+
+    assert (tmp_path / "one").read_bytes() == name
+    assert (tmp_path / "tree" / os.fsdecode(name)).read_bytes() == name
+
+
 def test_a_shell_is_a_terminal_and_ours_is_restored(cli: Command, service: RunningService, sb: dsec.Sandbox) -> None:
     import termios
 

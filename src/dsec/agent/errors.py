@@ -54,6 +54,11 @@ _CLASSES: Final[dict[str, type[DsecError]]] = {
     "not_a_file": FileError,
     "connect_failed": FileError,
 }
+_HINTS: Final = {
+    "argument_too_long": "write it to a file in the sandbox and pass the path, or use stdin",
+    "ENOSPC": "the sandbox's disk is full: remove files, or create it with more disk",
+    "EDQUOT": "the sandbox's disk is full: remove files, or create it with more disk",
+}
 _NO_ROOM: Final = frozenset({"EAGAIN", "ENOMEM", "EMFILE", "ENFILE", "ENOSPC", "EDQUOT"})
 
 
@@ -64,9 +69,10 @@ def error_from_agent(error: AgentError, what: str) -> DsecError:
     detail = {"code": code} if errno is None else {"code": code, "errno": errno}
     message = f"{what}: {printable(error.message)}" if error.message else f"{what}: {code}"
     cls = _error_class(code, errno)
+    hint = _HINTS.get(code) or (_HINTS.get(errno) if code == "file" and errno is not None else None)
     if issubclass(cls, SandboxError):
-        return cls(message, outcome=Outcome.UNKNOWN, detail=detail)
-    return cls(message, detail=detail)
+        return cls(message, outcome=Outcome.UNKNOWN, detail=detail, hint=hint)
+    return cls(message, detail=detail, hint=hint)
 
 
 def _error_class(code: str, errno: str | None) -> type[DsecError]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Annotated
+import sys
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -12,6 +14,14 @@ from dsec.cli.console import Json, client, find, put_json, run_async, say, setti
 from dsec.cli.options import User
 from dsec.cli.pages import command
 
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from dsec.sdk.sandbox import AsyncSandbox
+    from dsec.sdk.transfer import Transfer
+
+_STANDARD: Final = "-"  # our own input or output
+_PIECE_BYTES: Final = 256 << 10
 _REMOTE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*):(.*)\Z", re.DOTALL)
 
 
@@ -21,15 +31,24 @@ def register(app: typer.Typer) -> None:
 
 def cp(
     source: Annotated[
-        str, typer.Argument(help="PATH or SANDBOX:PATH", show_default=False, autocompletion=complete_path)
+        str,
+        typer.Argument(
+            help="PATH, SANDBOX:PATH, or - for standard input", show_default=False, autocompletion=complete_path
+        ),
     ],
     target: Annotated[
-        str, typer.Argument(help="PATH or SANDBOX:PATH", show_default=False, autocompletion=complete_path)
+        str,
+        typer.Argument(
+            help="PATH, SANDBOX:PATH, or - for standard output", show_default=False, autocompletion=complete_path
+        ),
     ],
     user: User = None,
     json: Json = False,
 ) -> None:
-    """Copy a file or a directory into a sandbox or out of it."""
+    """Copy a file or a directory into a sandbox or out of it.
+
+    With - in place of a local path one file is taken from standard input, or its content is put to standard output.
+    """
     from dsec.core.units import format_size
 
     there, here = split_remote(target), split_remote(source)
@@ -39,18 +58,56 @@ def cp(
     async def work() -> None:
         async with client() as c:
             if there is not None:
-                done = await (await find(c, there[0])).upload(source, there[1], user=user)
+                done = await _in(await find(c, there[0]), source, there[1], user)
             else:
                 assert here is not None
-                done = await (await find(c, here[0])).download(here[1], target, user=user)
+                done = await _out(await find(c, here[0]), here[1], target, user)
         for skipped in done.skipped:
             say(f"left out: {skipped}")
-        if settings.json:
+        if settings.json and target != _STANDARD:
             put_json({"bytes": done.bytes, "entries": done.entries, "skipped": done.skipped})
         else:
             say(f"copied {done.entries} {'entry' if done.entries == 1 else 'entries'}, {format_size(done.bytes)}")
 
     run_async(work())
+
+
+async def _in(sandbox: AsyncSandbox, source: str, remote: str, user: str | None) -> Transfer:
+    from dsec.sdk.files import write_pieces
+    from dsec.sdk.transfer import Transfer
+
+    if source != _STANDARD:
+        return await sandbox.upload(source, remote, user=user)
+    if remote.endswith("/"):
+        raise typer.BadParameter("standard input has no name: write SANDBOX:PATH with that of the file")
+    return Transfer(await write_pieces(sandbox.files, remote, _standard_input(), user=user))
+
+
+async def _out(sandbox: AsyncSandbox, remote: str, target: str, user: str | None) -> Transfer:
+    import contextlib
+
+    from dsec.core.errors import InvalidArgumentError
+    from dsec.sdk.transfer import Transfer
+
+    if target != _STANDARD:
+        return await sandbox.download(remote, target, user=user)
+    kind = (await sandbox.files.stat(remote, user=user)).kind
+    if kind != "file":
+        raise InvalidArgumentError(f"{remote} is a {kind}; only a file goes to standard output")
+    size = 0
+    async with contextlib.aclosing(sandbox.files.stream(remote, user=user)) as pieces:
+        async for piece in pieces:
+            sys.stdout.buffer.write(piece)
+            size += len(piece)
+    sys.stdout.buffer.flush()
+    return Transfer(size)
+
+
+async def _standard_input() -> AsyncIterator[bytes]:
+    import asyncio
+
+    while piece := await asyncio.to_thread(os.read, sys.stdin.fileno(), _PIECE_BYTES):
+        yield piece
 
 
 def split_remote(text: str) -> tuple[str, str] | None:

@@ -20,6 +20,7 @@ PREAMBLE_TIMEOUT_S: Final = 5.0  # an agent that is up echoes at once; a paused 
 # Execs
 ARGV_ITEMS_MAX: Final = 65_536  # bounds what a request makes the agent allocate, beside the bound in bytes
 ARGV_BYTES_MAX: Final = 512 * KIB  # argv and env together; fits a frame, and the kernel's own bound is 2 MiB
+ARG_BYTES_MAX: Final = 128 * KIB - 1  # one argument, or NAME=value: the kernel takes 128 KiB with the final NUL
 ENV_ITEMS_MAX: Final = 8_192  # bounds what a request makes the agent allocate, beside the bound in bytes
 EXEC_UNACKED_BYTES_MAX: Final = 1 * MIB  # kept by the agent until acknowledged, then the pipe blocks
 EXECS_LIVE_MAX: Final = 512  # running at once in one sandbox

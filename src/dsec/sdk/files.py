@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, Final, Self
 
@@ -288,6 +288,21 @@ class AsyncFiles:
         await self._transport.call(
             "POST", f"{self._path}/files:{operation}", _Nothing, query=query, repeatable=repeatable
         )
+
+
+async def write_pieces(files: AsyncFiles, path: RemotePath, pieces: AsyncIterable[bytes], *, user: str | None) -> int:
+    """Replaces the file by what comes of `pieces`, in constant memory: all of it, or nothing when it breaks off.
+
+    They cannot be had again: a lost connection raises UnavailableError.
+    """
+    async with files._transport.stream(
+        "PUT",
+        f"{files._path}/files",
+        query={"path": check_path(path), "parents": True, "user": user},
+        data=pieces,
+        headers={"Content-Type": api.TYPE_BYTES},
+    ) as response:
+        return decode_reply(await response.read(), WriteAnswer).bytes
 
 
 def _range(start: int, end: int | None) -> dict[str, str]:

@@ -19,7 +19,7 @@ from dsec.wire.records import FileInfo
 
 PIECE_BYTES: Final = 1 << 20  # read or written in a thread at once; a thread costs as much as copying a tenth of that
 _SUFFIX: Final = ".dsec-part"
-_NAME_CHARS: Final = 100
+_NAME_BYTES: Final = 100  # of the target's own name, which may be as long as names can be
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,17 @@ class LocalFile:
             yield piece
 
 
+def _cut(name: str) -> str:
+    return os.fsdecode(os.fsencode(name)[:_NAME_BYTES])
+
+
 def remote_part(local: LocalFile, target: str, *, resume: bool) -> str:
     """Of an upload. With `resume` the same for the same file and target, whoever sends it."""
     directory, _, name = target.rpartition("/")
     identity = secrets.token_hex(8)
     if resume:
         identity = _mark(local.path.absolute(), local.size, local.mtime_ns, target)
-    return f"{directory}/.{name[:_NAME_CHARS]}.{identity}{_SUFFIX}"
+    return f"{directory}/.{_cut(name)}.{identity}{_SUFFIX}"
 
 
 def local_part(local: Path, sandbox: str, remote: str, info: FileInfo, *, resume: bool) -> Path:
@@ -71,8 +75,8 @@ def local_part(local: Path, sandbox: str, remote: str, info: FileInfo, *, resume
     Raises ConflictError when it was changed since an earlier part of it came; that part is removed.
     """
     if not resume:
-        return local.with_name(f".{local.name[:_NAME_CHARS]}.{secrets.token_hex(8)}{_SUFFIX}")
-    begin = f".{local.name[:_NAME_CHARS]}.{_mark(sandbox, remote)}."
+        return local.with_name(f".{_cut(local.name)}.{secrets.token_hex(8)}{_SUFFIX}")
+    begin = f".{_cut(local.name)}.{_mark(sandbox, remote)}."
     part = local.with_name(f"{begin}{_mark(info.size, info.mtime_ns, info.mode)}{_SUFFIX}")
     stale = [path for path in _entries(local.parent) if path.name.startswith(begin) and path != part]
     for path in stale:

@@ -48,7 +48,11 @@ def _members(root: Path) -> Iterator[bytes]:
 def _member(path: Path, name: str, linked: dict[tuple[int, int], str]) -> Iterator[bytes]:
     status = path.lstat()
     info = tarfile.TarInfo(name)
-    info.mode, info.mtime = stat.S_IMODE(status.st_mode), int(status.st_mtime)
+    info.mode = stat.S_IMODE(status.st_mode)
+    seconds, nanoseconds = divmod(status.st_mtime_ns, 1_000_000_000)
+    info.mtime = seconds
+    if nanoseconds and seconds >= 0:
+        info.pax_headers = {"mtime": f"{seconds}.{nanoseconds:09}"}
     if stat.S_ISDIR(status.st_mode):
         info.type = tarfile.DIRTYPE
         yield _header(info)
@@ -68,7 +72,8 @@ def _member(path: Path, name: str, linked: dict[tuple[int, int], str]) -> Iterat
 
 def _content(path: Path, info: tarfile.TarInfo) -> Iterator[bytes]:
     # Size and content come from one descriptor: what is there now, whatever happens to the name.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # Non-blocking, for what has become a FIFO since it was looked at.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb", buffering=0) as file:
         info.size = os.fstat(descriptor).st_size
         yield _header(info)

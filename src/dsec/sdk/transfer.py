@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from dsec.core.errors import ConflictError, InvalidArgumentError, LimitError, UnavailableError
+from dsec.core.errors import ConflictError, InvalidArgumentError, LimitError, StorageError, UnavailableError
 from dsec.core.spec import check_path
 from dsec.sdk.files import AsyncFiles
+from dsec.sdk.holes import write_with_holes
 from dsec.sdk.parts import PIECE_BYTES, LocalFile, arrived, local_part, open_part, remote_part
 from dsec.sdk.tar import tar_chunks
 from dsec.sdk.transport import Query, Transport, decode_reply
@@ -205,7 +206,10 @@ async def _download_file(
     max_bytes: int,
     resume: bool,
 ) -> Transfer:
-    """To a temporary name beside `local`, then renamed. Set-id bits are not taken over."""
+    """To a temporary name beside `local`, then renamed. Set-id bits are not taken over; runs of zeroes become holes."""
+    too_large = LimitError(f"{remote[:200]!r} has more than {max_bytes} bytes", hint="pass max_bytes=")
+    if info.size > max_bytes:
+        raise too_large
     part = await asyncio.to_thread(local_part, local, sandbox, remote, info, resume=resume)
     file = await asyncio.to_thread(open_part, part, resume=resume)
     try:
@@ -218,17 +222,26 @@ async def _download_file(
         async for piece in _joined(pieces):
             size += sum(map(len, piece))
             if size > max_bytes:
-                raise LimitError(f"{remote[:200]!r} has more than {max_bytes} bytes", hint="pass max_bytes=")
+                raise too_large
             await asyncio.to_thread(_write_all, file, piece)
-        os.fchmod(file, info.mode & 0o777)
-        await asyncio.to_thread(part.replace, local)
+        await asyncio.to_thread(_finish, file, part, local, size, info)
     except BaseException as error:
         if not resume or isinstance(error, (ConflictError, LimitError)):
             part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise StorageError(f"{local} cannot be written: {error.strerror}") from error
         raise
     finally:
         os.close(file)
     return Transfer(size)
+
+
+def _finish(file: int, part: Path, local: Path, size: int, info: FileInfo) -> None:
+    os.ftruncate(file, size)
+    os.fchmod(file, info.mode & 0o777)
+    with contextlib.suppress(OverflowError):  # the sandbox's clock is its own affair
+        os.utime(file, ns=(info.mtime_ns, info.mtime_ns))
+    part.replace(local)
 
 
 async def _joined(pieces: AsyncGenerator[bytes, None]) -> AsyncIterator[list[bytes]]:
@@ -248,9 +261,7 @@ async def _joined(pieces: AsyncGenerator[bytes, None]) -> AsyncIterator[list[byt
 
 def _write_all(file: int, pieces: list[bytes]) -> None:
     for piece in pieces:
-        view = memoryview(piece)
-        while view:
-            view = view[os.write(file, view) :]
+        write_with_holes(file, piece)
 
 
 async def _download_directory(

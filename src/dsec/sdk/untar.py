@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Final, Self
 
 from dsec.core.errors import InvalidArgumentError, LimitError, ProtocolError, StorageError
+from dsec.sdk.holes import write_with_holes
 
 _BLOCK: Final = 512
 _EXTENDED_BYTES_MAX: Final = 1 << 20  # one pax or GNU header
 _PATH_BYTES_MAX: Final = 4_095
 _BODILESS: Final = frozenset((b"1", b"2", b"3", b"4", b"5", b"6"))  # their size field says nothing
 _SKIPPED_SHOWN_MAX: Final = 1_000
+_SECOND_NS: Final = 1_000_000_000
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -41,7 +43,7 @@ class _Member:
     kind: bytes
     size: int
     mode: int
-    mtime: float
+    mtime_ns: int
     link: bytes
 
 
@@ -60,7 +62,7 @@ class Unpacker:
         self._root = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._bytes_max, self._entries_max = bytes_max, entries_max
         self._read = 0
-        self._modes: dict[bytes, tuple[int, float]] = {}  # of directories, set at the end: they may be read-only
+        self._modes: dict[bytes, tuple[int, int]] = {}  # of directories, set at the end: they may be read-only
         self._machine = self._run()
         self._wanted = next(self._machine)
         self._buffer = bytearray()
@@ -84,10 +86,10 @@ class Unpacker:
         """Raises ProtocolError when the archive is cut off."""
         if not self._ended:
             raise ProtocolError("the archive is cut off")
-        for name, (mode, mtime) in reversed(self._modes.items()):
+        for name, (mode, mtime_ns) in reversed(self._modes.items()):
             with contextlib.suppress(OSError), self._directory(_parts(name) or []) as descriptor:
                 os.fchmod(descriptor, mode)
-                os.utime(descriptor, (mtime, mtime))
+                os.utime(descriptor, ns=(mtime_ns, mtime_ns))
         return self.result
 
     def close(self) -> None:
@@ -171,10 +173,11 @@ class Unpacker:
                 while left:
                     step = min(left, 128 * _BLOCK)
                     piece = yield step if step < left else step + padding
-                    _write_all(file, piece[:step])
+                    write_with_holes(file, piece[:step])
                     left -= step
+                os.ftruncate(file, member.size)
                 os.fchmod(file, member.mode & 0o777)
-                os.utime(file, (member.mtime, member.mtime))
+                os.utime(file, ns=(member.mtime_ns, member.mtime_ns))
             finally:
                 os.close(file)
 
@@ -198,7 +201,7 @@ class Unpacker:
             if not stat.S_ISDIR(os.stat(parts[-1], dir_fd=parent, follow_symlinks=False).st_mode):
                 _clear(parent, parts[-1])
                 os.mkdir(parts[-1], 0o700, dir_fd=parent)
-        self._modes[b"/".join(parts)] = (member.mode & 0o777 | 0o700, member.mtime)
+        self._modes[b"/".join(parts)] = (member.mode & 0o777 | 0o700, member.mtime_ns)
 
     def _make_symlink(self, parent: int, parts: list[bytes], member: _Member) -> None:
         if not _stays_inside(parts[:-1], member.link):
@@ -293,12 +296,6 @@ def _clear(parent: int, name: bytes) -> None:
         os.unlink(name, dir_fd=parent)
 
 
-def _write_all(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
-
-
 def _padded(size: int) -> int:
     return (size + _BLOCK - 1) // _BLOCK * _BLOCK
 
@@ -316,7 +313,7 @@ def _parse_header(block: bytes) -> _Member:
         kind=block[156:157],
         size=size,
         mode=_number(block[100:108]) & 0o7777,
-        mtime=float(_number(block[136:148])),
+        mtime_ns=_number(block[136:148]) * _SECOND_NS,
         link=block[157:257].split(b"\0", 1)[0],
     )
 
@@ -363,10 +360,16 @@ def _apply(member: _Member, name: bytes | None, link: bytes | None, pax: dict[st
         if "size" in pax:
             member.size = int(pax["size"])
         if "mtime" in pax:
-            member.mtime = float(pax["mtime"])
+            member.mtime_ns = _nanoseconds(pax["mtime"])
     except ValueError as error:
         raise ProtocolError("an extended header of the archive holds what is no number") from error
     if not 0 <= member.size < 1 << 62:
         raise ProtocolError("an extended header of the archive holds an impossible size")
-    if not 0 <= member.mtime < 1 << 40:
-        member.mtime = 0.0
+    if not 0 <= member.mtime_ns < 1 << 63:
+        member.mtime_ns = 0
+
+
+def _nanoseconds(text: bytes) -> int:
+    """Of seconds with as many decimals as there are; raises ValueError. Before 1970 is as good as then."""
+    seconds, _, decimals = text.partition(b".")
+    return int(seconds) * _SECOND_NS + int((decimals + b"0" * 9)[:9])

@@ -221,14 +221,20 @@ class ExecRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise InvalidArgumentError("argv holds NUL")
 
     def _check_sizes(self) -> None:
-        size = len((self.shell or "").encode())
-        size += sum(len(x.encode()) + 1 for x in self.argv or [])
-        size += sum(len(x) + 1 for x in self.argv_bytes or [])
-        size += sum(len(k.encode()) + len(v.encode()) + 2 for d in (self.env, self.secrets) for k, v in d.items())
+        arguments = [len(x.encode()) for x in self.argv or ()] + [len(x) for x in self.argv_bytes or ()]
+        variables = [len(k.encode()) + len(v.encode()) + 1 for d in (self.env, self.secrets) for k, v in d.items()]
+        text = len((self.shell or "").encode())
+        size = text + sum(arguments) + len(arguments) + sum(variables) + len(variables)
+        hint = "write it to a file in the sandbox and pass the path, or use stdin"
         if size > limits.ARGV_BYTES_MAX:
             raise LimitError(
-                f"command and environment have {size} bytes; the most is {limits.ARGV_BYTES_MAX}",
-                hint="write it to a file in the sandbox and pass the path, or use stdin",
+                f"command and environment have {size} bytes; the most is {limits.ARGV_BYTES_MAX}", hint=hint
+            )
+        # The shell of a session reads its text; for any other it is an argument.
+        longest = max([*arguments, *variables, 0 if self.session else text], default=0)
+        if longest > limits.ARG_BYTES_MAX:
+            raise LimitError(
+                f"one argument or variable has {longest} bytes; the most is {limits.ARG_BYTES_MAX}", hint=hint
             )
 
     def _check_numbers(self) -> None:

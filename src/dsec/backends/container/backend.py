@@ -60,6 +60,13 @@ from dsec.wire.node import Done
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROBE_S = 20.0
 _CLAIM_S = 10.0  # a few system calls
+# Steps that mount on what the image has, and what they meet where it has a link or a file instead.
+_IMAGE_STEPS = frozenset({"etc", "binds", "mounts"})
+_NO_DIRECTORY = frozenset({"ELOOP", "ENOTDIR", "EINVAL", "EISDIR", "EEXIST"})
+_IMAGE_HINT = (
+    "in the image /dev, /etc, /proc and /sys must be directories or missing, and /etc/hosts, /etc/hostname and "
+    "/etc/resolv.conf no directories; a symbolic link in their place is not followed"
+)
 
 
 class ContainerBackend:
@@ -339,6 +346,7 @@ def _launch_error(id: str, error: Exception) -> DsecError:
         failure = error.failure
         return LaunchError(
             f"{id} could not be started: step {failure.step}: {failure.errno or ''} {failure.detail}".rstrip(),
+            hint=_IMAGE_HINT if failure.step in _IMAGE_STEPS and failure.errno in _NO_DIRECTORY else None,
             sandbox=id,
             step=failure.step,
             detail={"errno": failure.errno} if failure.errno else None,
