@@ -212,6 +212,10 @@ class HttpConnection(asyncio.Protocol):
 
     # ---- what the parser calls ----
 
+    def on_message_begin(self) -> None:
+        if self._response is not None:
+            raise ValueError("a second answer to one request")
+
     def on_status(self, status: bytes) -> None:
         self._reason += status
 
