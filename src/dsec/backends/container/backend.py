@@ -247,7 +247,11 @@ class ContainerBackend:
 
     async def discard(self, id: SandboxId, record: bytes) -> None:
         await self._open()
-        await self.remove(parse_record(record))
+        known = parse_record(record)
+        if known.boot_id != self._boot_id:
+            # Its process ended with the machine; by now pid and start time may both be another's.
+            known = msgspec.structs.replace(known, pid=0, start_ticks=0)
+        await self.remove(known)
 
     async def remove(self, record: ContainerRecord) -> None:
         """Nothing of it is left on the host afterwards. Idempotent. Raises HostError if something resists."""
