@@ -2,6 +2,9 @@
 
 Needs root and the environment given by --environment (default: base) in the state directory; runs services of its own.
 Writes figures and pictures into docs/benchmarks.md and docs/benchmarks/, or, with --output, only the figures as JSON.
+
+`python -m bench density --count N`: what each of many idle sandboxes costs, alone.
+`python -m bench soak --count N`: creates, then execs, of which the last cost what the first did, alone.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import dsec
-from bench import machine, peers, plots, report, transfers
+from bench import density, machine, peers, plots, report, soak, transfers
 from bench.cost import Cost
 from bench.series import Measure, Series, interleave, timed
 from bench.service import PrivateService, private_service
@@ -36,11 +39,16 @@ _WARM = "[node.warm]\nspares_max = 8\nlow = 4\nhigh = 8"
 
 
 def main() -> None:
+    for name, run in (("density", density.main), ("soak", soak.main)):
+        if sys.argv[1:2] == [name]:
+            run(sys.argv[2:])
+            return
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("--environment", default="base")
     parser.add_argument("--state", type=Path, default=Path(STATE_DIR_ROOT), help="state directory with the environment")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--sustained", type=int, default=1000, help="sandboxes of the sustained create and destroy run")
+    parser.add_argument("--density", type=int, default=200, help="idle sandboxes of which memory and time are measured")
     parser.add_argument("--output", type=Path, help="write the figures as JSON here, and no page")
     parser.add_argument("--page", type=Path, default=_DOCS / "benchmarks.md", help="put figures and pictures there")
     options = parser.parse_args()
@@ -84,6 +92,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Seri
             "phases": {name: one.summary() for name, one in phases.series.items()},
             "exec": summarise(execs, floor=SPAWN, subjects=(EXEC,)),
             "sustained": sustained,
+            "density": density.measure(cold.client, environment, options.density),
             "transfers": transfers.measure(cold.client, environment),
             "import_ms": measure_import(),
         }
