@@ -24,8 +24,8 @@ from dsec.wire.api import STATE_DIR_ROOT
 FEW = 10  # sandboxes beside which the first creates are measured
 PROBES = 100  # creates of which the cost is taken, beside few and beside all
 IDLE_S = 20.0
-# Beside 3,200. A third of it is the kernel's table of all file systems in each memory cgroup (16 bytes for each, of which
-# a sandbox has six), so it grows with their number; the target of 600 is met up to some hundreds only.
+# Beside 3,200. A third of it is the kernel's table of all file systems in each memory cgroup (16 bytes for each, and a
+# sandbox has six), so it grows with their number; the target of 600 is met by some hundreds only.
 KIB_EACH_MAX = 1_100.0
 _AT_ONCE = 8
 _CGROUPS = Path("/sys/fs/cgroup")

@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use dsec_sys::namespaces::{reap, reap_ended};
 use dsec_sys::seccomp::{filter_bytes, Instruction};
 use dsec_sys::seqpacket::{next_signal, wait_ready, Interest};
 use serde::Serialize;
 
 use crate::agent::{self, Agent};
+use crate::children::{Children, End};
 use crate::claim::claim;
 use crate::connections::Connections;
 use crate::destroy::destroy;
@@ -32,9 +32,6 @@ use crate::workers::{Origin, Report, Task, Worker, Workers};
 /// Different filters that are kept; they depend on the software's version and policy, not on sandboxes.
 const FILTERS_MAX: usize = 256;
 const STATUS_INTERVAL: Duration = Duration::from_millis(50);
-/// After the end of a child all are looked at, for the kernel may have told of one of several. Not at once: among thousands
-/// that takes as long as a launch.
-const SWEEP_AFTER: Duration = Duration::from_millis(250);
 /// The test hook's file in the run directory: its content names the step that fails.
 const FAIL_STEP: &str = "fail_step";
 
@@ -62,11 +59,7 @@ pub struct Daemon<'a> {
     connections: Connections,
     workers: Workers,
     filters: BTreeMap<String, Vec<Instruction>>,
-    /// Children that are told to have ended.
-    ending: Vec<i32>,
-    /// Workers that have reported, and end.
-    leaving: Vec<i32>,
-    sweep_at: Option<Instant>,
+    children: Children,
     stopping: bool,
 }
 
@@ -77,9 +70,7 @@ impl<'a> Daemon<'a> {
             connections: Connections::default(),
             workers: Workers::new(),
             filters: BTreeMap::new(),
-            ending: Vec::new(),
-            leaving: Vec::new(),
-            sweep_at: None,
+            children: Children::default(),
             stopping: false,
         };
         missed.iter().try_for_each(|event| daemon.tell(event))?;
@@ -127,18 +118,12 @@ impl<'a> Daemon<'a> {
                 .watched()
                 .map(|process| (process, Interest::Readable)),
         );
-        let sweep = self
-            .sweep_at
-            .map(|at| at.saturating_duration_since(Instant::now()));
-        let status = self
-            .setting
-            .sandboxes
-            .await_status()
-            .then_some(STATUS_INTERVAL);
-        let timeout = match (sweep, status) {
-            (Some(sweep), Some(status)) => Some(sweep.min(status)),
-            (sweep, status) => sweep.or(status),
-        };
+        let status = self.setting.sandboxes.await_status();
+        let status = status.then_some(STATUS_INTERVAL);
+        let timeout = [self.children.patience(), status]
+            .into_iter()
+            .flatten()
+            .min();
         match wait_ready(&interests, timeout) {
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => Ok(()),
             other => other.map(drop).doing("wait for", "requests"),
@@ -151,47 +136,25 @@ impl<'a> Daemon<'a> {
                 self.stopping = true;
                 continue;
             }
-            self.ending.push(signal.pid);
-            self.sweep_at
-                .get_or_insert_with(|| Instant::now() + SWEEP_AFTER);
+            self.children.signaled(signal.pid);
         }
     }
 
     fn reap_children(&mut self) -> Result<()> {
-        self.leaving.retain(|&pid| reap_ended(pid).is_none());
-        for pid in std::mem::take(&mut self.ending) {
-            if let Some(status) = reap_ended(pid) {
-                self.reaped(pid, status)?;
+        let ends = self.children.take();
+        self.reaped(ends)
+    }
+
+    fn reaped(&mut self, ends: Vec<End>) -> Result<()> {
+        for (pid, status) in ends {
+            if self.workers.running.iter().any(|worker| worker.pid == pid) {
+                continue; // its pipe says the rest
+            }
+            if let Some(event) = self.setting.sandboxes.reaped(pid, status)? {
+                self.tell(&event)?;
             }
         }
-        if self.sweep_at.is_some_and(|at| at <= Instant::now()) {
-            self.sweep()?;
-        }
         Ok(())
-    }
-
-    /// Reaps every child that has ended.
-    fn sweep(&mut self) -> Result<()> {
-        self.sweep_at = None;
-        // An error means that there are no children.
-        while let Ok(Some((pid, status))) = reap() {
-            self.reaped(pid, status)?;
-        }
-        Ok(())
-    }
-
-    fn reaped(&mut self, pid: i32, status: i32) -> Result<()> {
-        if self.workers.running.iter().any(|worker| worker.pid == pid) {
-            return Ok(()); // its pipe says the rest
-        }
-        if let Some(index) = self.leaving.iter().position(|&left| left == pid) {
-            self.leaving.swap_remove(index);
-            return Ok(());
-        }
-        match self.setting.sandboxes.reaped(pid, status)? {
-            Some(event) => self.tell(&event),
-            None => Ok(()),
-        }
     }
 
     fn finish_workers(&mut self) -> Result<()> {
@@ -210,7 +173,7 @@ impl<'a> Daemon<'a> {
         };
         for index in (0..ready.len()).rev().filter(|&index| ready[index]) {
             let worker = self.workers.running.swap_remove(index);
-            self.leaving.push(worker.pid);
+            self.children.leaves(worker.pid);
             self.finish(worker)?;
         }
         if !self
@@ -239,10 +202,13 @@ impl<'a> Daemon<'a> {
                 Task::Destroy(DestroyArgs { pid: Some(pid), .. }),
                 Some(Report { failure: None, .. }),
             ) => {
-                self.ending.push(*pid);
+                self.children.ended(*pid);
                 self.reap_children()?;
             }
-            _ => self.sweep()?,
+            _ => {
+                let ends = self.children.sweep();
+                self.reaped(ends)?;
+            }
         }
         match (task, report) {
             (

@@ -2,6 +2,7 @@
 
 mod agent;
 mod args;
+mod children;
 mod claim;
 mod connections;
 mod daemon;

@@ -218,12 +218,24 @@ pub fn reap() -> io::Result<Option<(i32, i32)>> {
     }
 }
 
-/// The wait status of this child if it has ended. Unlike `reap` it does not look at all the others.
-pub fn reap_ended(pid: i32) -> Option<i32> {
+/// What has become of one process.
+pub enum Fate {
+    /// It has ended, with this wait status, and is reaped.
+    Ended(i32),
+    Runs,
+    /// Not our child, or reaped before.
+    Stranger,
+}
+
+/// Reaps this child if it has ended. Unlike `reap` it does not look at all the others.
+pub fn fate_of(pid: i32) -> Fate {
     let mut status = 0;
     // SAFETY: the status is written to our own variable.
-    let found = unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) };
-    (pid > 0 && found == pid).then_some(status)
+    match unsafe { libc::waitpid(pid.max(1), &mut status, libc::WNOHANG) } {
+        0 => Fate::Runs,
+        found if found > 0 => Fate::Ended(status),
+        _ => Fate::Stranger,
+    }
 }
 
 /// The first half of becoming a daemon: a session of one's own. Fails when this process leads a group already.
