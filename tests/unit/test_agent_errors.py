@@ -58,7 +58,7 @@ def test_each_code_has_its_class(code: str, errno: str | None, kind: type[DsecEr
 
     assert type(error) is kind
     assert error.detail.get("errno") == errno
-    assert str(error) == "op: why"
+    assert error.message == "op: why"
 
 
 def test_a_refusal_says_that_nothing_happened_and_an_unknown_failure_does_not() -> None:
