@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from dsec.agent.client import AgentClient
 from dsec.backends.base import Backend, Instance, InstanceSpec, Layer
 from dsec.backends.fake.backend import FakeBackend
 from dsec.backends.fake.host import FakeHost
 from dsec.backends.registry import BackendSettings, build_backends
-from dsec.core.ids import NodeId, new_node_id
+from dsec.core.ids import NodeId, new_node_id, new_sandbox_id
 from dsec.core.spec import Substrate
 from dsec.testing.hosts import Intents, instance_spec
 from dsec.testing.launchers import end_launcher, remove_cgroups
 from dsec.testing.leaks import Watched
+from dsec.wire.agent import ClaimArgs
 
 
 @dataclass(slots=True)
@@ -36,11 +38,22 @@ class BackendUnderTest:
     clean_up: Callable[[], None] = lambda: None
     layers: tuple[Layer, ...] = ()  # what instances start from: with programs, or nothing but the agent
 
+    claimed: bool = False  # instances were spares before
+
     def spec(self) -> InstanceSpec:
         return instance_spec(self.substrate, node=self.node, layers=self.layers)
 
     async def create(self, spec: InstanceSpec | None = None, *, deadline_s: float = 30.0) -> Instance:
-        instance = await self.backend.create(spec or self.spec(), intend=self.intents, deadline_s=deadline_s)
+        spec = spec or self.spec()
+        if self.claimed:
+            spare = replace(spec, id=new_sandbox_id(self.node), spare=True, env={}, user=None, workdir=None)
+            instance = await self.backend.create(spare, intend=self.intents, deadline_s=deadline_s)
+            self.created.append(instance)
+            assert await self.backend.shape(spec) == await self.backend.shape(spare)
+            instance = await claimed(self.backend, instance, spec)
+            self.intents.records.append(instance.record)  # as the journal has it from then on
+            return instance
+        instance = await self.backend.create(spec, intend=self.intents, deadline_s=deadline_s)
         self.created.append(instance)
         return instance
 
@@ -91,8 +104,30 @@ def _container(directory: Path) -> BackendUnderTest:
     return BackendUnderTest("container", make(), make, Substrate.CONTAINER, node, watched, clean_up=clean_up)
 
 
+async def claimed(backend: Backend, spare: Instance, spec: InstanceSpec) -> Instance:
+    client = await AgentClient.connect(spare.connect, sandbox=spare.id)
+    instance = await backend.claim(spare, spec)
+    env = {key.encode(): value.encode() for key, value in spec.env.items()}
+    workdir = None if spec.workdir is None else spec.workdir.encode()
+    await client.claim(ClaimArgs(sandbox=spec.id, env=env, user=spec.user, workdir=workdir))
+    client.close()
+    return instance
+
+
+def _once_spare(make: Callable[[Path], BackendUnderTest]) -> Callable[[Path], BackendUnderTest]:
+    def made(directory: Path) -> BackendUnderTest:
+        return replace(make(directory), claimed=True)
+
+    return made
+
+
 def layer_of(root: Path) -> Layer:
     return Layer(digest=hashlib.sha256(str(root).encode()).hexdigest(), kind="directory", meta=str(root))
 
 
-BACKENDS: dict[str, Callable[[Path], BackendUnderTest]] = {"fake": _fake, "container": _container}
+BACKENDS: dict[str, Callable[[Path], BackendUnderTest]] = {
+    "fake": _fake,
+    "container": _container,
+    "fake, claimed": _once_spare(_fake),
+    "container, claimed": _once_spare(_container),
+}

@@ -28,14 +28,16 @@ def left(place: Place) -> list[Path]:
 
 
 async def test_a_sandbox_with_many_files_is_gone_at_once_and_its_files_soon(place: Place) -> None:
-    async with served(place) as (_, client), place.no_leaks():
-        sandbox = await client.create(ENVIRONMENT)
-        await sandbox.exec(MANY, check=True)
+    async with served(place) as (_, client):
+        await (await client.create(ENVIRONMENT)).destroy()
+        async with place.no_leaks():
+            sandbox = await client.create(ENVIRONMENT)
+            await sandbox.exec(MANY, check=True)
 
-        await sandbox.destroy()
+            await sandbox.destroy()
 
-        assert not (place.state / "sandboxes" / sandbox.id).exists()
-        await eventually(lambda: not left(place))
+            assert not (place.state / "sandboxes" / sandbox.id).exists()
+            await eventually(lambda: not left(place))
 
 
 async def test_files_that_a_killed_launcher_has_not_removed_are_removed_by_the_next(place: Place) -> None:
@@ -45,6 +47,7 @@ async def test_files_that_a_killed_launcher_has_not_removed_are_removed_by_the_n
             await sandbox.exec(MANY, check=True)
             await sandbox.destroy()
         place.kill_launcher()
+        await eventually(lambda: place.launcher_pid() is None)
         # As if it had been killed before its worker came to anything.
         rest = place.state / "sandboxes" / TRASH / "sbx_rest.0"
         (rest / "upper").mkdir(parents=True)

@@ -1,11 +1,12 @@
 //! Launches and destructions in progress: a forked process for each, so that none keeps the daemon from serving the others.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use dsec_sys::namespaces::{clone, exit_now, give_way, Clone, Side};
 use dsec_sys::paths::{close_copy, read_once, write_once};
+use dsec_sys::process::close_all_but;
 use dsec_sys::seqpacket::pipe;
 use serde::{Deserialize, Serialize};
 
@@ -163,6 +164,11 @@ impl Workers {
                 close_copy(lock.as_fd());
                 if !task.is_awaited() {
                     give_way();
+                    // It may outlive the daemon by far: nodes must see that the daemon has gone, and the next one must not
+                    // find its places taken.
+                    if close_all_but(report_to.as_raw_fd()).is_err() {
+                        exit_now(1);
+                    }
                 }
                 let report = work(&task);
                 // A daemon that has died learns of it by its own search after the restart.

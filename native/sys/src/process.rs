@@ -98,6 +98,12 @@ fn prepare_helper(keep: &[RawFd]) -> io::Result<()> {
     Ok(())
 }
 
+/// Closes a forked process's copies of all descriptors but `keep` and the standard ones, whose records it will never drop.
+pub fn close_all_but(keep: RawFd) -> io::Result<()> {
+    close_range(3, keep - 1)?;
+    close_range(keep.max(2) + 1, i32::MAX)
+}
+
 fn close_range(first: RawFd, last: RawFd) -> io::Result<()> {
     if first > last {
         return Ok(());
