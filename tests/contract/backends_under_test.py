@@ -105,12 +105,20 @@ def _container(directory: Path) -> BackendUnderTest:
 
 
 async def claimed(backend: Backend, spare: Instance, spec: InstanceSpec) -> Instance:
-    client = await AgentClient.connect(spare.connect, sandbox=spare.id)
-    instance = await backend.claim(spare, spec)
-    env = {key.encode(): value.encode() for key, value in spec.env.items()}
-    workdir = None if spec.workdir is None else spec.workdir.encode()
-    await client.claim(ClaimArgs(sandbox=spec.id, env=env, user=spec.user, workdir=workdir))
-    client.close()
+    """As the node does it: a spare that cannot be claimed is removed."""
+    client: AgentClient | None = None
+    try:
+        client = await AgentClient.connect(spare.connect, sandbox=spare.id)
+        instance = await backend.claim(spare, spec)
+        env = {key.encode(): value.encode() for key, value in spec.env.items()}
+        workdir = None if spec.workdir is None else spec.workdir.encode()
+        await client.claim(ClaimArgs(sandbox=spec.id, env=env, user=spec.user, workdir=workdir))
+    except BaseException:
+        await spare.destroy()
+        raise
+    finally:
+        if client is not None:
+            client.close()
     return instance
 
 
