@@ -26,6 +26,7 @@ from dsec.node.host import boot_id, memory_available_bytes, memory_total_bytes
 from dsec.node.journal import Journal
 from dsec.node.reaper import Reaper
 from dsec.node.registry import Registry
+from dsec.node.sampling import Sampling
 from dsec.node.services import Services, Sleep
 from dsec.node.supervisor import Supervisor
 from dsec.node.tasks import Tasks
@@ -291,11 +292,11 @@ class Node:
 
     async def _housekeep(self) -> None:
         pruned_at = self.clock.monotonic_s()
+        sampling = Sampling(self.registry)
         while True:
             await self._sleep(_SAMPLE_EVERY_S)
             await self.warm.relieve()
-            for sandbox in self.registry:
-                await sandbox.sample()
+            await sampling.turn()
             if self.clock.monotonic_s() - pruned_at >= _PRUNE_EVERY_S:
                 pruned_at = self.clock.monotonic_s()
                 with suppress(StorageError):
