@@ -70,7 +70,10 @@ def unified(record: ContainerRecord) -> Path:
 async def test_limits_are_where_the_kernel_keeps_them(service: Service, sandbox: AsyncSandbox) -> None:
     record = record_of(service, sandbox)
     expected = {
-        ("memory", "v1"): {"memory.limit_in_bytes": str(MEMORY)},
+        ("memory", "v1"): {
+            "memory.limit_in_bytes": str(MEMORY),
+            **({"memory.memsw.limit_in_bytes": str(MEMORY)} if HOST.v1_swap else {}),
+        },
         ("memory", "v2"): {"memory.max": str(MEMORY)},
         ("cpu", "v1"): {"cpu.cfs_quota_us": "25000", "cpu.cfs_period_us": "100000"},
         ("cpu", "v2"): {"cpu.max": "25000 100000"},
@@ -102,13 +105,15 @@ async def test_a_command_gets_no_more_processor_time_than_it_may(service: Servic
     before = (await sandbox.metrics()).cpu_s or 0.0
     started = asyncio.get_running_loop().time()
 
-    result = await sandbox.exec("while :; do :; done", timeout_s=2)
+    process = await sandbox.start("while :; do :; done & while :; do :; done")
+    # Where others leave it less than it may, it is not held back for a while.
+    await eventually(lambda: read_keyed(statistics)["nr_throttled"] > 0, deadline_s=120)
+    await process.kill()
+    await process.wait(60)
 
-    assert result.timed_out
     spent = ((await sandbox.metrics()).cpu_s or 0.0) - before
-    assert (spent > 0) == (HOST.v2 is not None)  # only cgroup2 counts it
+    assert spent > 0
     assert spent <= CPU * (asyncio.get_running_loop().time() - started) + 0.1
-    assert read_keyed(statistics)["nr_throttled"] > 0
 
 
 @needs("pids")

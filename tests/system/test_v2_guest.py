@@ -91,7 +91,7 @@ def test_a_host_without_cgroup2_runs_containers_and_says_what_they_lack(kernel: 
 
     result = run_tests(kernel, V1_TESTS, cgroups="v1", before=doctor)
 
-    assert b"v1 only: cpu freezer pids" in result.output
+    assert b"v1 only: cpu cpuacct freezer pids" in result.output
     assert b"mount a cgroup2 hierarchy" in result.output
     assert result.exit_code == 0
     assert result.output.count(b" PASSED") >= 4

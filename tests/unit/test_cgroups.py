@@ -86,6 +86,41 @@ def test_v1_bounds_the_memory_of_sockets_where_the_kernel_can(tmp_path: Path) ->
     }
 
 
+def test_v1_gives_no_swap_where_the_kernel_counts_it(tmp_path: Path) -> None:
+    (tmp_path / "memory.memsw.limit_in_bytes").write_text("")
+    host = detect(mountinfo(tmp_path, ("cgroup", tmp_path, "rw,memory")))
+
+    plan = plan_cgroups(host, "dsec/n", "sbx", cpu=1, memory_bytes=1 << 30, pids=64)
+
+    files = plan.cgroup1_files["memory"]
+    assert files == {"memory.limit_in_bytes": "1073741824", "memory.memsw.limit_in_bytes": "1073741824"}
+    assert list(files) == sorted(files), "the launcher writes them in this order, and the kernel takes no other"
+
+
+@pytest.mark.parametrize(
+    ("mounts", "where"),
+    [
+        ({"cpu": "rw,cpu", "cpuacct": "rw,cpuacct"}, "cpuacct"),
+        ({"cpu": "rw,cpuacct,cpu"}, None),
+    ],
+)
+def test_processor_time_is_counted_on_v1_where_there_is_no_cgroup2(
+    tmp_path: Path, mounts: dict[str, str], where: str | None
+) -> None:
+    rows = [("cgroup", tmp_path / name, options) for name, options in mounts.items()]
+    plan = plan_cgroups(detect(mountinfo(tmp_path, *rows)), "dsec/n", "sbx", cpu=1, memory_bytes=1 << 30, pids=64)
+
+    assert plan.cgroup1.get("cpuacct") == (None if where is None else str(tmp_path / where / "dsec/n/sbx"))
+    assert "cpu" in plan.cgroup1
+
+
+def test_a_cgroup2_counts_processor_time_alone(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.controllers").write_text("")
+    rows = [("cgroup2", tmp_path, "rw"), ("cgroup", tmp_path / "cpuacct", "rw,cpuacct")]
+
+    assert detect(mountinfo(tmp_path, *rows)).v1 == {}
+
+
 def test_preparing_hands_controllers_down_each_level(tmp_path: Path) -> None:
     prepare_parent(CgroupHost(tmp_path, frozenset({"memory", "pids"})), "dsec/node", pids_max=99)
 

@@ -17,6 +17,8 @@ from dsec.core.errors import HostError
 LIMIT_CONTROLLERS = ("memory", "cpu", "pids")
 _CPU_PERIOD_US = 100_000
 _READ_BYTES_MAX = 64 * 1024
+_V1_CPU_TIME = "cpuacct"  # looked at where no cgroup2 counts it
+_V1_SWAP = "memory.memsw.limit_in_bytes"  # memory and swap together; not below memory alone, and so written after it
 _V1_SOCKETS = "memory.kmem.tcp.limit_in_bytes"  # of UDP as well, whatever its name says
 
 
@@ -29,6 +31,7 @@ class CgroupHost:
     v1: dict[str, Path] = field(default_factory=dict)  # controller → mount point
     swap: bool = True  # this kernel can swap: only then v2 has files about it
     v1_sockets: bool = False  # v1 can bound the memory of sockets; v2 counts it as any other
+    v1_swap: bool = False  # v1 counts swap
 
     @property
     def mode(self) -> str:
@@ -57,13 +60,22 @@ def detect(mountinfo: Path = Path("/proc/self/mountinfo")) -> CgroupHost:
             v2 = mount
         elif tail[0] == "cgroup":
             for option in tail[2].split(","):
-                if option in LIMIT_CONTROLLERS:
+                if option in (*LIMIT_CONTROLLERS, _V1_CPU_TIME):
                     v1.setdefault(option, mount)
     controllers: frozenset[str] = frozenset()
     if v2 is not None:
         controllers = frozenset((v2 / "cgroup.controllers").read_text().split()) & frozenset(LIMIT_CONTROLLERS)
-    sockets = "memory" in v1 and (v1["memory"] / _V1_SOCKETS).exists()
-    return CgroupHost(v2, controllers, v1, swap=Path("/proc/swaps").exists(), v1_sockets=sockets)
+    if v2 is not None or v1.get(_V1_CPU_TIME) == v1.get("cpu"):
+        v1.pop(_V1_CPU_TIME, None)  # mounted with the limit of the processor it is in one directory with that
+    memory = v1.get("memory")
+    return CgroupHost(
+        v2,
+        controllers,
+        v1,
+        swap=Path("/proc/swaps").exists(),
+        v1_sockets=memory is not None and (memory / _V1_SOCKETS).exists(),
+        v1_swap=memory is not None and (memory / _V1_SWAP).exists(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +95,12 @@ def plan_cgroups(host: CgroupHost, parent: str, name: str, *, cpu: float, memory
     files1: dict[str, dict[str, str]] = {}
     # On v1 buffers of IP sockets are counted for nobody until they have a bound of their own, beside the memory's.
     sockets1 = {_V1_SOCKETS: str(memory_bytes // 4)} if host.v1_sockets else {}
+    swap1 = {_V1_SWAP: str(memory_bytes)} if host.v1_swap else {}
     wanted: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         "memory": (
             # No swap: a sandbox at its limit is told so (OOM) instead of thrashing the node's disk.
             {"memory.max": str(memory_bytes), **({"memory.swap.max": "0"} if host.swap else {})},
-            {"memory.limit_in_bytes": str(memory_bytes), **sockets1},
+            {"memory.limit_in_bytes": str(memory_bytes), **swap1, **sockets1},
         ),
         "cpu": (
             {"cpu.max": f"{quota} {_CPU_PERIOD_US}"},
@@ -102,6 +115,8 @@ def plan_cgroups(host: CgroupHost, parent: str, name: str, *, cpu: float, memory
             files2.update(v2_files)
         elif where == "v1":
             files1[controller] = v1_files
+    if _V1_CPU_TIME in host.v1:
+        files1[_V1_CPU_TIME] = {}
     return CgroupPlan(
         cgroup2=str(host.v2 / parent / name) if host.v2 else None,
         cgroup2_files=files2,

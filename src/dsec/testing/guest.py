@@ -74,7 +74,7 @@ echo $$ >/sys/fs/cgroup/system.slice/command.service/cgroup.procs
 """
 _V1: Final = """\
 $b mount -t tmpfs -o mode=755 cgroup /sys/fs/cgroup
-for controller in cpu pids freezer; do
+for controller in cpu cpuacct pids freezer; do
     $b mkdir /sys/fs/cgroup/$controller
     $b mount -t cgroup -o $controller cgroup /sys/fs/cgroup/$controller
 done

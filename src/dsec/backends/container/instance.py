@@ -84,10 +84,9 @@ class ContainerInstance:
     async def usage(self) -> InstanceUsage:
         record = self._record
         v1, v2 = record.cgroup1, record.cgroup2
-        cpu = read_keyed(f"{v2}/cpu.stat").get("usage_usec") if v2 else None
         frozen = read_keyed(f"{v2}/cgroup.stat.local").get("frozen_usec") if v2 else None
         return InstanceUsage(
-            cpu_s=cpu / 1e6 if cpu is not None else None,
+            cpu_s=self._cpu_s(),
             memory_bytes=_first_number(v2, "memory.current", v1.get("memory"), "memory.usage_in_bytes"),
             memory_peak_bytes=_first_number(v2, "memory.peak", v1.get("memory"), "memory.max_usage_in_bytes"),
             oom_kills=self._oom_kills(),
@@ -97,6 +96,15 @@ class ContainerInstance:
             memory_pressure_s=read_pressure_s(f"{v2}/memory.pressure") if v2 else None,
             frozen_s=frozen / 1e6 if frozen is not None else None,
         )
+
+    def _cpu_s(self) -> float | None:
+        record = self._record
+        if record.cgroup2 is not None:
+            used_us = read_keyed(f"{record.cgroup2}/cpu.stat").get("usage_usec")
+            return None if used_us is None else used_us / 1e6
+        directory = record.cgroup1.get("cpuacct") or record.cgroup1.get("cpu")
+        used_ns = read_number(f"{directory}/cpuacct.usage") if directory else None
+        return None if used_ns is None else used_ns / 1e9
 
     def _oom_kills(self) -> int | None:
         if (memory := self._record.cgroup1.get("memory")) is not None:
