@@ -73,6 +73,11 @@ def resident_bytes(pid: int) -> int:
     return _keyed_kib(Path(f"/proc/{pid}/status"), "VmRSS:")
 
 
+def started_at(pid: int) -> int:
+    """In ticks since boot; 0 when it has gone meanwhile."""
+    return int((_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split() or ["0"] * 20)[19])
+
+
 def _page_table_bytes(pid: int) -> int:
     return _keyed_kib(Path(f"/proc/{pid}/status"), "VmPTE:")
 

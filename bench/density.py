@@ -122,11 +122,14 @@ def fleet_of(client: dsec.Client, environment: str, count: int) -> Iterator[list
     made: list[dsec.Sandbox] = []
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         try:
-            for sandbox in pool.map(lambda _: client.create(environment), range(count)):
-                made.append(sandbox)
+            # Kept by who makes them: when one fails, the others are still to be removed.
+            for _ in pool.map(lambda _: made.append(client.create(environment)), range(count)):
+                pass
             yield made
         finally:
-            list(pool.map(lambda sandbox: sandbox.destroy(), made))
+            pool.shutdown(wait=True, cancel_futures=True)
+            with ThreadPoolExecutor(_AT_ONCE) as removing:
+                list(removing.map(lambda sandbox: sandbox.destroy(), made))
 
 
 def probe_creates(client: dsec.Client, fleet: Fleet, environment: str, count: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import dsec
-from bench.accounting import Fleet, descriptors, resident_bytes, slab_bytes, time_of
+from bench.accounting import Fleet, descriptors, resident_bytes, slab_bytes, started_at, time_of
 from bench.density import find_fleet
 from bench.service import private_service
 from dsec.wire.api import STATE_DIR_ROOT
@@ -61,7 +61,8 @@ def creates(url: str, environment: str, count: int) -> dict[str, Any]:
 def execs(url: str, environment: str, count: int) -> dict[str, Any]:
     with dsec.Client(url) as client, client.create(environment) as sandbox:
         fleet = find_fleet(client)
-        (agent,) = fleet.agents()
+        # Others may have sandboxes here, too: ours is the newest.
+        agent = max(fleet.agents(), key=started_at)
 
         def one(_: int) -> None:
             sandbox.exec(["true"], check=True)
