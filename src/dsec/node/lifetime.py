@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from dsec.core.clock import Clock
 from dsec.core.states import EndCause
 from dsec.node.rows import SandboxRow
@@ -103,3 +105,20 @@ class Lifetime:
         if self.ttl_idle_s is not None and not self.busy:
             moments.append((self._idle_since + self.ttl_idle_s, EndCause.TTL_IDLE))
         return min(moments, key=lambda moment: moment[0]) if moments else None
+
+
+def resumed_row(row: SandboxRow, lifetime: Lifetime, now: float) -> tuple[SandboxRow, float]:
+    """Lets a paused lifetime go on. The row as it is then, and for how long it stood still."""
+    lifetime.resume()
+    since = row.paused_monotonic_s
+    paused_s = 0.0 if since is None else max(0.0, now - since)
+    left = lifetime.running_left_s
+    changed = msgspec.structs.replace(
+        row,
+        paused_at=None,
+        paused_monotonic_s=None,
+        frozen_s=row.frozen_s + paused_s,
+        running_until=None if left is None else now + left,
+        running_left_s=None,
+    )
+    return changed, paused_s

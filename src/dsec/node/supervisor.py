@@ -31,7 +31,7 @@ from dsec.node.environments import Hold, Resolved
 from dsec.node.execdesk import ExecDesk
 from dsec.node.execs import NodeExec, request_hash
 from dsec.node.exectable import ExecTable
-from dsec.node.lifetime import Lifetime
+from dsec.node.lifetime import Lifetime, resumed_row
 from dsec.node.link import AgentLink
 from dsec.node.rows import KeyRow, SandboxRow, Tombstone
 from dsec.node.runner import write_stdin
@@ -421,19 +421,7 @@ class Supervisor:
 
     def _note_resumed(self) -> float:
         """Both clocks go on; the row holds it until it is journalled with the next move."""
-        now = self._services.clock.monotonic_s()
-        self.lifetime.resume()
-        since = self.row.paused_monotonic_s
-        paused_s = 0.0 if since is None else max(0.0, now - since)
-        left = self.lifetime.running_left_s
-        self.row = msgspec.structs.replace(
-            self.row,
-            paused_at=None,
-            paused_monotonic_s=None,
-            frozen_s=self.row.frozen_s + paused_s,
-            running_until=None if left is None else now + left,
-            running_left_s=None,
-        )
+        self.row, paused_s = resumed_row(self.row, self.lifetime, self._services.clock.monotonic_s())
         return paused_s
 
     def _running_instance(self) -> Instance:
