@@ -99,9 +99,7 @@ class TokenStore:
         # The look-up may tell by its time something of a hash, and a hash cannot be turned into a token. The
         # comparison that decides takes constant time.
         if known is None or not hmac.compare_digest(known.hash, digest):
-            raise AuthError(
-                "the token is not valid", hint="`dsec token create` on the service's machine makes one"
-            )
+            raise AuthError("the token is not valid", hint="`dsec token create` on the service's machine makes one")
         if known.revoked_at is not None:
             raise AuthError("the token was revoked")
         if known.principal.expires_at is not None and known.principal.expires_at <= self._clock.wall_s():
