@@ -34,6 +34,7 @@ from tests.system.container_place import ENVIRONMENT, Place, private_place, serv
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
 
 _PROGRAM = Path(container_probes.__file__).parent
+_MEMORY = 512 << 20
 _NAMESPACES = {"mount": "-m", "uts": "-u", "ipc": "-i", "net": "-n", "pid": "-p", "cgroup": "-C", "user": "-U"}
 
 # What `privilege_gain=True` asks for, and all that it gives: the bit itself, and programs that raise their own user.
@@ -51,7 +52,7 @@ class Attacked:
     verdicts: dict[str, dict[str, str]] = field(default_factory=dict)
 
     async def attack(self, *names: str, privilege_gain: bool = False) -> dict[str, dict[str, str]]:
-        sandbox = await self.client.create(ENVIRONMENT, memory="512MiB", pids=256, privilege_gain=privilege_gain)
+        sandbox = await self.client.create(ENVIRONMENT, memory=_MEMORY, cpu=1, pids=256, privilege_gain=privilege_gain)
         try:
             await sandbox.upload(_PROGRAM, "/probes/container_probes")
             command = ["python3", "-m", "container_probes", *names]
@@ -117,6 +118,8 @@ def host_facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
             "shm_key": key,
             "file": str(secret),
             "id_base": 0x7000_0000,
+            "memory_bytes": _MEMORY,
+            "cpus": 1,
         }
     libc.shmctl(segment, 0, None)
 

@@ -77,7 +77,7 @@ WEAKENINGS: Final = {
         unmount_sys_firmware unmount_proc_sys mount_api_fsopen mount_api_fspick chroot
         unshare_mount unshare_cgroup unshare_uts unshare_ipc unshare_pid unshare_network
         clone_mount clone_cgroup clone_uts clone_ipc clone_pid clone_network
-        setns_mnt setns_uts setns_net setns_pid change_host_name change_domain_name socket_packet
+        setns_mnt setns_uts setns_net setns_pid change_host_name change_domain_name socket_packet uncover_*
         """,
         {**_NO_FILTERS, **_ALL_CAPABILITIES},
     ),
@@ -89,7 +89,7 @@ WEAKENINGS: Final = {
     "masks": Weakening(
         "the masks of /proc and /sys",
         """
-        read_proc_interrupts read_proc_iomem read_proc_ioports read_proc_swaps list_sys_firmware
+        read_proc_cmdline read_proc_interrupts read_proc_iomem read_proc_ioports read_proc_swaps list_sys_firmware
         anything_writable_in_proc_outside_processes
         """,
         _NO_MASKS,
@@ -98,6 +98,9 @@ WEAKENINGS: Final = {
         "masks, filters and the cut of capabilities",
         "write_proc_sys_net_ipv4_ip_forward",
         {**_NO_MASKS, **_NO_FILTERS, **_ALL_CAPABILITIES},
+    ),
+    "view of resources": Weakening(
+        "the view of resources", "memory_of_the_host processors_of_the_host", {"view": None}
     ),
     "no_new_privs": Weakening(
         "no_new_privs",

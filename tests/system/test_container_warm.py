@@ -24,7 +24,9 @@ WARM = {"node": {"warm": {"spares_max": 3, "low": 2, "high": 2}}}
 LOOK = r"""
 grep -vE '^(Pid|PPid|Tgid|NS|Vm|Rss|.*ctxt_switches|Cpus_allowed|Mems_allowed|SigQ)' /proc/self/status
 grep -E '^(Uid|Gid|Cap|Seccomp|NoNew)' /proc/1/status
-cat /proc/self/mountinfo /proc/self/cgroup /proc/self/limits
+sort -s -k 5,5 /proc/self/mountinfo
+cat /proc/self/cgroup /proc/self/limits
+nproc; grep MemTotal /proc/meminfo; grep -c processor /proc/cpuinfo
 cat /proc/sys/kernel/hostname /etc/hostname /etc/hosts /etc/resolv.conf
 cat /proc/sys/kernel/shmall /proc/sys/user/max_user_namespaces
 ls -la /dev /etc /tmp / | sed 's/ [A-Z][a-z][a-z] .*:.. / /; s/^total.*//'

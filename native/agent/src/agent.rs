@@ -22,6 +22,7 @@ use crate::processes::ProcessTable;
 use crate::refusal::{AgentError, Refusal};
 use crate::session::Sessions;
 use crate::setup::{note, Own, Setup};
+use crate::share::Score;
 use crate::streams::{Body, Stream};
 use crate::timers::{Timer, Timers};
 use crate::token::Token;
@@ -43,6 +44,7 @@ const PUMPS_PER_TURN: usize = 64;
 pub struct Agent {
     pub config: AgentConfig,
     pub own: Own,
+    pub score: Score,
     pub work: Option<WorkCgroup>,
     pub boot_id: String,
     pub timers: Timers,
@@ -90,6 +92,7 @@ impl Agent {
         Ok(Self {
             config: setup.config,
             own: setup.own,
+            score: setup.score,
             work: setup.work,
             boot_id: new_boot_id(),
             timers: Timers::new(),

@@ -12,6 +12,7 @@ mod processes;
 mod refusal;
 mod session;
 mod setup;
+mod share;
 mod streams;
 mod timers;
 mod token;

@@ -17,6 +17,7 @@ use dsec_sys::rights;
 
 use crate::cgroup::WorkCgroup;
 use crate::refusal::AgentError;
+use crate::share::Score;
 
 const CONFIG_BYTES_MAX: u64 = 4 << 20;
 
@@ -25,6 +26,7 @@ pub struct Setup {
     pub work: Option<WorkCgroup>,
     pub config: AgentConfig,
     pub own: Own,
+    pub score: Score,
     /// Pid 1 of a sandbox: ends only by `shutdown`.
     pub is_init: bool,
 }
@@ -62,6 +64,8 @@ pub fn read_setup() -> Result<Setup, AgentError> {
         become_subreaper().map_err(AgentError::at("becoming a subreaper"))?;
     }
     let own = find_own(&config)?;
+    // Without it commands stay as likely to be ended for memory as we are.
+    let score = Score::new(inherited(6).filter(|_| is_init).map(File::from));
     if is_init && own.may_switch() {
         // A process whose six ids are all the same can be given other limits by whoever takes that id, and root of a
         // sandbox can take any.
@@ -73,6 +77,7 @@ pub fn read_setup() -> Result<Setup, AgentError> {
         work,
         config,
         own,
+        score,
         is_init,
     })
 }

@@ -2,10 +2,10 @@
 
 use std::path::PathBuf;
 
-pub const USAGE: &str = "usage: dsec-launch --run DIRECTORY --agent PROGRAM [--foreground] [--layers-by-name] [--test-hooks]
+pub const USAGE: &str = "usage: dsec-launch --run DIRECTORY --agent PROGRAM [--foreground] [--layers-by-name] [--lxcfs PROGRAM] [--test-hooks]
        dsec-launch --run DIRECTORY --unpin
 
-Serves one node at DIRECTORY/launch.sock. --layers-by-name builds trees as it does on kernels before 6.15. --unpin lets go of the mount namespace with the layers, once no launcher runs.";
+Serves one node at DIRECTORY/launch.sock. --layers-by-name builds trees as it does on kernels before 6.15. --lxcfs runs that program for sandboxes that want a live view of their resources. --unpin lets go of the mount namespace with the layers, once no launcher runs.";
 
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Args {
@@ -13,6 +13,7 @@ pub struct Args {
     pub agent: PathBuf,
     pub foreground: bool,
     pub layers_by_name: bool,
+    pub lxcfs: Option<PathBuf>,
     pub test_hooks: bool,
     pub unpin: bool,
 }
@@ -33,6 +34,7 @@ pub fn parse(words: impl Iterator<Item = String>) -> Result<Args, String> {
             "--agent" => args.agent = path()?,
             "--foreground" => args.foreground = true,
             "--layers-by-name" => args.layers_by_name = true,
+            "--lxcfs" => args.lxcfs = Some(path()?),
             "--test-hooks" => args.test_hooks = true,
             "--unpin" => args.unpin = true,
             _ => return Err(format!("unknown argument {word:?}")),

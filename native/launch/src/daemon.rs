@@ -1,29 +1,30 @@
 //! The daemon: one thread that serves nodes, starts workers and reaps agents.
 
+mod tasks;
+mod views;
+
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use dsec_sys::seccomp::{filter_bytes, Instruction};
+use dsec_sys::seccomp::Instruction;
 use dsec_sys::seqpacket::{next_signal, wait_ready, Interest};
 use serde::Serialize;
 
-use crate::agent::{self, Agent};
+use crate::agent::Agent;
 use crate::children::{Children, End};
 use crate::claim::claim;
 use crate::connections::Connections;
-use crate::destroy::destroy;
 use crate::error::{Doing, Error, Result};
 use crate::filter::compile;
-use crate::launch::launch;
 use crate::layers::Layers;
 use crate::records::Record;
 use crate::sandboxes::Sandboxes;
 use crate::steps::check::{check_name, check_path};
-use crate::steps::Job;
 use crate::system::Kernel;
 use crate::trash;
+use crate::view::Views;
 use crate::wire::{
     self, DestroyArgs, ExitEvent, LaunchFailure, LaunchPlan, Launched, Nothing, LAUNCH_VERSION,
 };
@@ -41,6 +42,7 @@ pub struct Setting<'a> {
     pub run: PathBuf,
     pub agent: Agent,
     pub layers: Layers<'a>,
+    pub views: Views<'a>,
     pub sandboxes: Sandboxes,
     pub host_mounts: OwnedFd,
     pub bare_mounts: OwnedFd,
@@ -61,6 +63,8 @@ pub struct Daemon<'a> {
     filters: BTreeMap<String, Vec<Instruction>>,
     children: Children,
     stopping: bool,
+    /// The lxcfs that live views came from when they were looked through last; None: never.
+    viewed: Option<Option<i32>>,
 }
 
 impl<'a> Daemon<'a> {
@@ -72,6 +76,7 @@ impl<'a> Daemon<'a> {
             filters: BTreeMap::new(),
             children: Children::default(),
             stopping: false,
+            viewed: None,
         };
         missed.iter().try_for_each(|event| daemon.tell(event))?;
         Ok(daemon)
@@ -84,13 +89,19 @@ impl<'a> Daemon<'a> {
             self.take_signals();
             self.reap_children()?;
             self.finish_workers()?;
+            self.setting.views.live().tend()?;
             for event in self.setting.sandboxes.ended()? {
                 self.tell(&event)?;
             }
             self.connections.accept_all(self.setting.listener.as_fd());
             self.serve_requests()?;
+            self.give_views()?;
             self.start_workers()?;
             self.connections.flush();
+        }
+        // Else they go on using it, and the next daemon takes it over.
+        if self.setting.sandboxes.all_have_ended() {
+            self.setting.views.live().end()?;
         }
         Ok(())
     }
@@ -118,9 +129,11 @@ impl<'a> Daemon<'a> {
                 .watched()
                 .map(|process| (process, Interest::Readable)),
         );
+        let views = self.setting.views.lxcfs();
+        interests.extend(views.watched().map(|process| (process, Interest::Readable)));
         let status = self.setting.sandboxes.await_status();
         let status = status.then_some(STATUS_INTERVAL);
-        let timeout = [self.children.patience(), status]
+        let timeout = [self.children.patience(), status, views.patience()]
             .into_iter()
             .flatten()
             .min();
@@ -149,6 +162,9 @@ impl<'a> Daemon<'a> {
         for (pid, status) in ends {
             if self.workers.running.iter().any(|worker| worker.pid == pid) {
                 continue; // its pipe says the rest
+            }
+            if self.setting.views.live().reaped(pid, status) {
+                continue;
             }
             if let Some(event) = self.setting.sandboxes.reaped(pid, status)? {
                 self.tell(&event)?;
@@ -189,7 +205,12 @@ impl<'a> Daemon<'a> {
 
     fn finish(&mut self, worker: Worker) -> Result<()> {
         let report = worker.report();
-        let Worker { task, origin, .. } = worker;
+        let Worker {
+            task,
+            origin,
+            view_server,
+            ..
+        } = worker;
         // What a worker has ended is gone when it is told: it reports only after the end of the process.
         match (&task, &report) {
             (
@@ -197,7 +218,8 @@ impl<'a> Daemon<'a> {
                 Some(Report {
                     launched: Some(_), ..
                 }),
-            ) => {}
+            )
+            | (Task::View(_), _) => {}
             (
                 Task::Destroy(DestroyArgs { pid: Some(pid), .. }),
                 Some(Report { failure: None, .. }),
@@ -217,7 +239,7 @@ impl<'a> Daemon<'a> {
                     launched: Some(launched),
                     ..
                 }),
-            ) => self.launched(&plan, launched, origin),
+            ) => self.launched(&plan, launched, view_server, origin),
             (Task::Launch(plan), None) => {
                 let detail = "the process that carried out the launch died".to_string();
                 let failure = LaunchFailure {
@@ -239,6 +261,13 @@ impl<'a> Daemon<'a> {
                 Ok(())
             }
             (
+                Task::View(given),
+                Some(Report {
+                    failure: Some(failure),
+                    ..
+                }),
+            ) => self.not_given(&given, &failure, origin),
+            (
                 _,
                 Some(Report {
                     failure: Some(failure),
@@ -249,6 +278,7 @@ impl<'a> Daemon<'a> {
                 trash.map_or(Ok(()), |trash| self.empty(trash))?;
                 self.succeed(origin, Nothing {})
             }
+            (Task::View(given), Some(_)) => self.given(given, origin),
             (_, _) => {
                 let detail = "the process that did it died".to_string();
                 self.fail(
@@ -263,8 +293,21 @@ impl<'a> Daemon<'a> {
         }
     }
 
-    fn launched(&mut self, plan: &LaunchPlan, launched: Launched, origin: Origin) -> Result<()> {
-        match self.setting.sandboxes.add(Record::new(plan, &launched)) {
+    fn launched(
+        &mut self,
+        plan: &LaunchPlan,
+        launched: Launched,
+        view_server: Option<i32>,
+        origin: Origin,
+    ) -> Result<()> {
+        if self.setting.views.is_stale(plan.view.as_ref(), view_server) {
+            self.viewed = None; // lxcfs has come or gone while it was launched
+        }
+        match self
+            .setting
+            .sandboxes
+            .add(Record::new(plan, &launched, view_server))
+        {
             Ok(ended) => {
                 self.succeed(origin, launched)?;
                 ended.map_or(Ok(()), |event| self.tell(&event))
@@ -280,130 +323,6 @@ impl<'a> Daemon<'a> {
                 self.enqueue(Task::CleanUp(args, error.into_failure("record")), origin)
             }
         }
-    }
-
-    fn start_workers(&mut self) -> Result<()> {
-        while let Some((task, origin)) = self.workers.next() {
-            if let Err(error) = self.start(task, origin) {
-                self.fail(origin, &error.into_failure("check"))?;
-            }
-        }
-        Ok(())
-    }
-
-    fn start(&mut self, mut task: Task, origin: Origin) -> Result<()> {
-        let system = self.setting.system;
-        if let Task::Destroy(args) = &mut task {
-            // Who lost the answer of a launch does not know the process; we do.
-            if let Some((pid, start_ticks)) = self.setting.sandboxes.process_of(&args.sandbox) {
-                args.pid.get_or_insert(pid);
-                args.start_ticks.get_or_insert(start_ticks);
-            }
-        }
-        let plan = match &task {
-            Task::Launch(plan) => plan,
-            Task::Destroy(_) | Task::CleanUp(..) => {
-                self.setting.sandboxes.count_oom_kills(task.sandbox());
-                return self
-                    .workers
-                    .start(task, origin, &self.setting.lock, |task| match task {
-                        Task::Destroy(args) | Task::CleanUp(args, _) => {
-                            match destroy(system, args) {
-                                Ok(trash) => Report {
-                                    trash,
-                                    ..Report::default()
-                                },
-                                Err(failure) => Report {
-                                    failure: Some(failure),
-                                    ..Report::default()
-                                },
-                            }
-                        }
-                        _ => Report::default(),
-                    });
-            }
-            Task::Empty(_) => {
-                return self
-                    .workers
-                    .start(task, origin, &self.setting.lock, |task| match task {
-                        Task::Empty(trash) => Report {
-                            failure: trash::empty(system, trash)
-                                .err()
-                                .map(|error| error.into_failure("trash")),
-                            ..Report::default()
-                        },
-                        _ => Report::default(),
-                    });
-            }
-        };
-        if self.setting.sandboxes.contains(&plan.sandbox) {
-            return Err(Error::Refused {
-                why: format!("{} runs already", plan.sandbox),
-                errno: libc::EEXIST,
-            });
-        }
-        let mut lowers = vec![self.setting.layers.skeleton(&plan.etc_files)?];
-        for digest in &plan.lowers {
-            lowers.push(self.setting.layers.find(digest)?);
-        }
-        let filter = |name: &Option<String>| match name {
-            None => Ok(None),
-            Some(name) => match self.filters.get(name) {
-                Some(filter) => Ok(Some(filter.as_slice())),
-                None => Err(Error::Refused {
-                    why: format!("no filter {name}"),
-                    errno: libc::ENOENT,
-                }),
-            },
-        };
-        let filter_agent = filter(&plan.filter_agent)?;
-        let config = agent::config(
-            plan,
-            filter(&plan.filter_exec)?
-                .map(filter_bytes)
-                .unwrap_or_default(),
-        )?;
-        let fail_step = self.fail_step();
-        let setting = &self.setting;
-        self.workers
-            .start(task, origin, &setting.lock, move |task| {
-                let Task::Launch(plan) = task else {
-                    return Report::default();
-                };
-                let job = Job {
-                    plan,
-                    host_mounts: &setting.host_mounts,
-                    bare_mounts: &setting.bare_mounts,
-                    layers_by_name: setting.layers_by_name,
-                    agent: &setting.agent.file,
-                    lowers,
-                    filter_agent,
-                    config,
-                    fail_step,
-                };
-                match launch(system, &job) {
-                    Ok(launched) => Report {
-                        launched: Some(launched),
-                        failure: None,
-                        trash: None,
-                    },
-                    Err(failure) => Report {
-                        launched: None,
-                        failure: Some(failure),
-                        trash: None,
-                    },
-                }
-            })
-    }
-
-    /// The step that the test hook makes fail: of the file, else of the environment.
-    fn fail_step(&self) -> Option<String> {
-        if !self.setting.test_hooks {
-            return None;
-        }
-        let file = std::fs::read_to_string(self.setting.run.join(FAIL_STEP)).ok();
-        file.or_else(|| std::env::var("DSEC_LAUNCH_FAIL_STEP").ok())
-            .map(|text| text.trim().to_string())
     }
 
     fn serve_requests(&mut self) -> Result<()> {
@@ -449,6 +368,7 @@ impl<'a> Daemon<'a> {
                 .and_then(|args| self.enqueue(Task::Destroy(args), origin)),
             "claim" => self.claim(origin, message),
             "tidy" => self.tidy(origin, message),
+            "view" => self.view(origin, message),
             "list" => self.list(origin, message),
             "shutdown" => wire::decode_args(message).and_then(|Nothing {}| {
                 self.stopping = true;
@@ -479,6 +399,8 @@ impl<'a> Daemon<'a> {
             version: LAUNCH_VERSION,
             pid: std::process::id(),
             agent_digest: &agent_digest,
+            views: true,
+            no_live_view: self.setting.views.lxcfs().missing(),
         };
         self.succeed(origin, answer)
     }

@@ -17,7 +17,8 @@ use serde_bytes::ByteBuf;
 
 use crate::steps::Job;
 use crate::system::{Access, Entry, MountOption, System};
-use crate::wire::{BindKind, BindMount, EtcFile, LaunchPlan};
+use crate::view::{Shown, Source};
+use crate::wire::{BindKind, BindMount, EtcFile, LaunchPlan, ResourceView, ViewKind};
 
 /// A plan in which every step has something to do.
 pub fn plan() -> LaunchPlan {
@@ -73,6 +74,11 @@ pub fn plan() -> LaunchPlan {
         workdir: None,
         nofile: None,
         spare: false,
+        view: Some(ResourceView {
+            cpus: 1,
+            memory_bytes: 64 << 20,
+            live: false,
+        }),
     }
 }
 
@@ -121,6 +127,14 @@ impl Parts {
             agent: &self.file,
             lowers: vec!["/layers/.skeleton/x".into(), "/layers/base".into()],
             filter_agent: Some(&self.filter),
+            view: Shown {
+                sources: vec![Source {
+                    path: "/layers/.views/meminfo".into(),
+                    target: c"/proc/meminfo",
+                }],
+                kind: ViewKind::Static,
+                server: None,
+            },
             config: vec![0],
             fail_step: fail_step.map(String::from),
         }
@@ -382,6 +396,9 @@ impl System for Fake {
     }
     fn set_limit(&self, resource: u32, soft: u64, hard: u64) -> io::Result<()> {
         self.note(format!("set_limit {resource} {soft} {hard}"))
+    }
+    fn own_score(&self) -> io::Result<OwnedFd> {
+        self.file("own_score".into())
     }
     fn set_hostname(&self, name: &str) -> io::Result<()> {
         self.note(format!("set_hostname {name}"))

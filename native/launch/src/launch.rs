@@ -11,7 +11,7 @@ use crate::process::{self, ProcessStat};
 use crate::steps::cgroups::{self, Cgroups};
 use crate::steps::check::{check, IDS_PER_SANDBOX};
 use crate::steps::inside::{self, Inside};
-use crate::steps::{root, state, Clock, Job, Step};
+use crate::steps::{root, state, view, Clock, Job, Step};
 use crate::system::System;
 use crate::undo::{Made, Undo};
 use crate::wire::{LaunchFailure, Launched};
@@ -72,10 +72,11 @@ fn carry_out(
 
     clock.begin(Step::Clone)?;
     let parts = root::collect(system, job, &holder)?;
+    let covers = view::collect(system, &job.view.sources)?;
     leave_host(system, job)?;
     clock.begin(Step::CgroupsV1)?;
-    let mut child = clone(system, job, &cgroups, &socket, undo)?;
-    drop(socket);
+    let mut child = clone(system, job, &cgroups, &socket, &covers, undo)?;
+    drop((socket, covers));
     let built = build(system, job, clock, &cgroups, parts, &child);
     // A process that has failed on its own says why better than we, who only see that it no longer listens.
     let said = match built {
@@ -107,6 +108,7 @@ fn carry_out(
         start_ticks: stat.start_ticks,
         cgroup_id: cgroups.inode,
         steps_us,
+        view: job.view.kind,
     })
 }
 
@@ -137,6 +139,7 @@ fn clone(
     job: &Job,
     cgroups: &Cgroups,
     socket: &OwnedFd,
+    view: &[view::Cover],
     undo: &mut Undo,
 ) -> Result<Child> {
     let (go_read, go_write) = system.pipe().doing("make", "a pipe")?;
@@ -167,6 +170,7 @@ fn clone(
                     report: report_write,
                     socket,
                     cgroup,
+                    view,
                 },
             )
         }

@@ -22,6 +22,7 @@ mod steps;
 mod system;
 mod trash;
 mod undo;
+mod view;
 mod wire;
 mod workers;
 
@@ -42,6 +43,7 @@ use crate::records::Records;
 use crate::sandboxes::Sandboxes;
 use crate::steps::root;
 use crate::system::{c_path, Kernel};
+use crate::view::Views;
 
 const EXIT_FAILED: i32 = 1;
 const EXIT_USAGE: i32 = 2;
@@ -71,6 +73,7 @@ fn run(args: Args) -> Result<i32> {
         return Ok(EXIT_LOCKED);
     };
     if args.unpin {
+        view::end_left_over(&run);
         return namespace::unpin(&run).map(|()| 0);
     }
 
@@ -96,6 +99,7 @@ fn run(args: Args) -> Result<i32> {
     let own_names = namespace::own_names()?;
     let layers_by_name = args.layers_by_name || !root::takes_detached_layers(&system);
     let layers = Layers::open(&system, &run)?;
+    let views = Views::open(&system, layers.directory(), &run, args.lxcfs)?;
     let (sandboxes, missed) = Sandboxes::adopt(Records::open(layers.directory())?)?;
 
     // 4. Serve.
@@ -114,6 +118,7 @@ fn run(args: Args) -> Result<i32> {
         run,
         agent,
         layers,
+        views,
         sandboxes,
         host_mounts,
         bare_mounts,

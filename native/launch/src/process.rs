@@ -43,6 +43,12 @@ pub fn find(pid: i32, start_ticks: u64) -> Option<OwnedFd> {
     (stat.start_ticks == start_ticks).then_some(process)
 }
 
+/// Whether it is there and does not end just now.
+pub fn runs(pid: i32, start_ticks: u64) -> bool {
+    let text = std::fs::read(stat_path(pid)).unwrap_or_default();
+    parse_stat(&text).is_some_and(|stat| stat.start_ticks == start_ticks && !stat.exiting)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -70,5 +76,7 @@ mod tests {
         assert!(!stat.exiting);
         assert!(find(pid, stat.start_ticks).is_some());
         assert!(find(pid, stat.start_ticks + 1).is_none());
+        assert!(runs(pid, stat.start_ticks));
+        assert!(!runs(pid, stat.start_ticks + 1));
     }
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Doing, Error, Result};
-use crate::wire::{encode, LaunchPlan, Launched};
+use crate::wire::{encode, LaunchPlan, Launched, ResourceView, ViewKind};
 
 const RECORDS: &str = ".sandboxes";
 
@@ -18,10 +18,17 @@ pub struct Record {
     pub lowers: Vec<String>,
     /// The file of its memory cgroup that counts kills.
     pub oom_file: Option<PathBuf>,
+    /// What it is to be shown of the machine, how it is, and by which lxcfs.
+    #[serde(default)]
+    pub view: Option<ResourceView>,
+    #[serde(default)]
+    pub view_kind: ViewKind,
+    #[serde(default)]
+    pub view_server: Option<i32>,
 }
 
 impl Record {
-    pub fn new(plan: &LaunchPlan, launched: &Launched) -> Record {
+    pub fn new(plan: &LaunchPlan, launched: &Launched, view_server: Option<i32>) -> Record {
         let v1 = plan
             .cgroup1
             .get("memory")
@@ -36,6 +43,9 @@ impl Record {
             start_ticks: launched.start_ticks,
             lowers: plan.lowers.clone(),
             oom_file: v1.or(v2),
+            view: plan.view,
+            view_kind: launched.view,
+            view_server,
         }
     }
 

@@ -10,7 +10,7 @@ use dsec_sys::seqpacket::{wait_ready, Interest};
 use crate::error::{Doing, Result};
 use crate::process;
 use crate::records::{Record, Records};
-use crate::wire::{ExitEvent, ListedSandbox};
+use crate::wire::{ExitEvent, ListedSandbox, ResourceView, ViewKind};
 
 /// How long the kernel may take to tell the status of a process that somebody else reaps.
 const STATUS_PATIENCE: Duration = Duration::from_secs(5);
@@ -82,6 +82,43 @@ impl Sandboxes {
         self.running
             .get(sandbox)
             .map(|sandbox| (sandbox.record.pid, sandbox.record.start_ticks))
+    }
+
+    /// One for which `test` is true, given what it is to be shown and the lxcfs of what it is shown.
+    pub fn find_by_view(
+        &self,
+        test: impl Fn(Option<&ResourceView>, Option<i32>) -> bool,
+    ) -> Option<(String, ResourceView)> {
+        self.running
+            .values()
+            .map(|sandbox| &sandbox.record)
+            .find_map(|record| {
+                let found = test(record.view.as_ref(), record.view_server);
+                found.then_some((record.sandbox.clone(), record.view?))
+            })
+    }
+
+    /// A running one is shown something else now.
+    pub fn set_view(
+        &mut self,
+        sandbox: &str,
+        view: ResourceView,
+        kind: ViewKind,
+        server: Option<i32>,
+    ) -> Result<()> {
+        let Some(sandbox) = self.running.get_mut(sandbox) else {
+            return Ok(()); // it has ended meanwhile
+        };
+        sandbox.record.view = Some(view);
+        sandbox.record.view_kind = kind;
+        sandbox.record.view_server = server;
+        self.records.write(&sandbox.record)
+    }
+
+    /// None of them runs any more, whether or not their ends have been told.
+    pub fn all_have_ended(&self) -> bool {
+        let mut records = self.running.values().map(|sandbox| &sandbox.record);
+        !records.any(|record| process::runs(record.pid, record.start_ticks))
     }
 
     pub fn uses_layer(&self, digest: &str) -> bool {

@@ -13,7 +13,7 @@ use dsec_sys::identity::CapabilitySets;
 use dsec_sys::namespaces::{self, Clone, Origin, Side};
 use dsec_sys::seccomp::Instruction;
 use dsec_sys::seqpacket::{Interest, Kind};
-use dsec_sys::{identity, mounts, paths, sealed, seccomp, seqpacket};
+use dsec_sys::{identity, mounts, paths, score, sealed, seccomp, seqpacket};
 
 /// One option of a file system that is being made.
 pub enum MountOption<'a> {
@@ -112,6 +112,8 @@ pub trait System {
     fn raise_ambient(&self, capabilities: u64) -> io::Result<()>;
     fn load_filter(&self, filter: &[Instruction]) -> io::Result<()>;
     fn set_limit(&self, resource: u32, soft: u64, hard: u64) -> io::Result<()>;
+    /// The file of our own score for memory, open for writing, which goes on meaning us as another program.
+    fn own_score(&self) -> io::Result<OwnedFd>;
     fn set_hostname(&self, name: &str) -> io::Result<()>;
     fn loopback_up(&self) -> io::Result<()>;
     /// A session, signals and a file mask as a new program expects them.
@@ -405,6 +407,10 @@ impl System for Kernel {
 
     fn set_limit(&self, resource: u32, soft: u64, hard: u64) -> io::Result<()> {
         identity::set_limit(resource, soft, hard)
+    }
+
+    fn own_score(&self) -> io::Result<OwnedFd> {
+        score::open_own_score()
     }
 
     fn set_hostname(&self, name: &str) -> io::Result<()> {

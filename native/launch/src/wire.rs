@@ -66,6 +66,10 @@ pub struct HelloAnswer<'a> {
     pub version: u32,
     pub pid: u32,
     pub agent_digest: &'a str,
+    /// Plans with a view are known.
+    pub views: bool,
+    /// Why no live view can be given just now; None when it can.
+    pub no_live_view: Option<String>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -151,6 +155,38 @@ pub struct EtcFile {
     pub content: ByteBuf,
 }
 
+/// What a sandbox is shown of the machine: its own share.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize, PartialEq, Eq)]
+#[serde(deny_unknown_fields)]
+pub struct ResourceView {
+    pub cpus: u32,
+    pub memory_bytes: u64,
+    #[serde(default)]
+    pub live: bool,
+}
+
+/// How that is kept true: by whom, or not at all.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+pub enum ViewKind {
+    Live,
+    Static,
+    #[default]
+    Host,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ViewArgs {
+    pub sandbox: String,
+    pub view: ResourceView,
+}
+
+#[derive(Serialize)]
+pub struct Viewed {
+    pub view: ViewKind,
+}
+
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LaunchPlan {
@@ -206,6 +242,8 @@ pub struct LaunchPlan {
     pub nofile: Option<u64>,
     #[serde(default)]
     pub spare: bool,
+    #[serde(default)]
+    pub view: Option<ResourceView>,
 }
 
 #[derive(Deserialize)]
@@ -246,6 +284,8 @@ pub struct Launched {
     pub start_ticks: u64,
     pub cgroup_id: u64,
     pub steps_us: BTreeMap<String, u64>,
+    #[serde(default)]
+    pub view: ViewKind,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]

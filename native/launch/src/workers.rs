@@ -11,7 +11,9 @@ use dsec_sys::seqpacket::pipe;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Doing, Error, Result};
-use crate::wire::{encode, DestroyArgs, LaunchFailure, LaunchPlan, Launched};
+use crate::wire::{
+    encode, DestroyArgs, LaunchFailure, LaunchPlan, Launched, ResourceView, ViewKind,
+};
 
 /// Tasks that wait for a free worker; beyond, they are refused.
 const WAITING_MAX: usize = 4096;
@@ -26,6 +28,8 @@ pub enum Task {
     CleanUp(DestroyArgs, LaunchFailure),
     /// Nobody waits for this one, and it gives way to all others.
     Empty(PathBuf),
+    /// A running sandbox is shown another share of the machine.
+    View(Given),
 }
 
 /// What the task of emptying trash is called among sandboxes: one at a time.
@@ -37,6 +41,7 @@ impl Task {
             Task::Launch(plan) => &plan.sandbox,
             Task::Destroy(args) | Task::CleanUp(args, _) => &args.sandbox,
             Task::Empty(_) => OF_NOBODY,
+            Task::View(given) => &given.sandbox,
         }
     }
 
@@ -45,12 +50,38 @@ impl Task {
     }
 }
 
+/// What a running sandbox is given to see, and the lxcfs that it comes from.
+pub struct Given {
+    pub sandbox: String,
+    pub view: ResourceView,
+    pub kind: ViewKind,
+    pub server: Option<i32>,
+}
+
+impl Given {
+    /// What is wanted; how and from where it comes is seen when it is done.
+    pub fn wanted(sandbox: String, view: ResourceView) -> Given {
+        Given {
+            sandbox,
+            view,
+            kind: ViewKind::Static,
+            server: None,
+        }
+    }
+}
+
 /// Who asked.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Origin {
     pub connection: u64,
     pub request: u64,
 }
+
+/// Nobody: no connection has this number.
+pub const OURSELVES: Origin = Origin {
+    connection: 0,
+    request: 0,
+};
 
 /// What a worker says at its end.
 #[derive(Default, Serialize, Deserialize)]
@@ -63,6 +94,8 @@ pub struct Report {
 
 pub struct Worker {
     pub pid: i32,
+    /// The lxcfs that the launch's live view comes from.
+    pub view_server: Option<i32>,
     pub result: OwnedFd,
     pub task: Task,
     pub origin: Origin,
@@ -134,6 +167,21 @@ impl Workers {
             .any(|(task, _)| matches!(task, Task::Empty(path) if path == trash))
     }
 
+    /// Of the launch that was started last.
+    pub fn note_view(&mut self, server: Option<i32>) {
+        if let Some(worker) = self.running.last_mut() {
+            worker.view_server = server;
+        }
+    }
+
+    /// True while a sandbox is being given another view.
+    pub fn have_views(&self) -> bool {
+        let running = self.running.iter().map(|worker| &worker.task);
+        running
+            .chain(self.waiting.iter().map(|(task, _)| task))
+            .any(|task| matches!(task, Task::View(_)))
+    }
+
     pub fn are_idle(&self) -> bool {
         self.running.is_empty() && self.waiting.is_empty()
     }
@@ -178,6 +226,7 @@ impl Workers {
             Side::Parent { pid, .. } => {
                 self.running.push(Worker {
                     pid,
+                    view_server: None,
                     result,
                     task,
                     origin,

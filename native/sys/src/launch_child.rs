@@ -11,6 +11,7 @@ use std::os::fd::RawFd;
 use std::ptr;
 use std::sync::atomic::AtomicI32;
 
+use crate::processors::ProcessorSet;
 use crate::rights::{raw_capset, CapSets};
 
 /// What the child was doing when it failed.
@@ -84,6 +85,10 @@ pub struct Command {
     pub descriptors: Vec<(RawFd, RawFd)>,
     /// Descriptor 0 becomes the controlling terminal.
     pub terminal: bool,
+    /// Where it may run; None: wherever we may.
+    pub processors: Option<ProcessorSet>,
+    /// The file of our own score for memory, which the child sets back to 0 as soon as it has inherited what it was.
+    pub score: Option<RawFd>,
     /// Directory descriptor of the cgroup to start in.
     pub cgroup: Option<RawFd>,
     /// The command becomes the parent of its orphaned descendants.
@@ -302,12 +307,25 @@ unsafe fn prepare(child: &mut Child<'_>, step: &mut Step) -> i32 {
     let command = child.command;
     // SAFETY: each call gets pointers into `child`, which are valid, and lengths that belong to them.
     unsafe {
+        if let Some(score) = command.score {
+            // We, who cannot while we are stopped, do it again afterwards.
+            libc::write(score, c"0".as_ptr().cast(), 1);
+        }
         attempt!(Step::Session, libc::setsid());
         if command.subreaper {
             libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
         }
         if let (Some(fd), true) = (command.cgroup, child.enter_cgroup) {
             attempt!(Step::Cgroup, enter_cgroup(fd));
+        }
+        if let Some(processors) = &command.processors {
+            // What it would change is how a program sees its share, which is no reason not to run it.
+            libc::syscall(
+                libc::SYS_sched_setaffinity,
+                0,
+                std::mem::size_of::<ProcessorSet>(),
+                ptr::from_ref(processors),
+            );
         }
         libc::umask(0o022);
         attempt!(Step::Descriptors, place_descriptors(command));

@@ -53,6 +53,12 @@ pub fn kill(pid: i32, signal: i32) -> io::Result<()> {
     check(unsafe { libc::kill(pid, signal) }).map(drop)
 }
 
+/// Everybody whose priority is not as low goes first; `by` is at most 19.
+pub fn lower_priority(by: i32) -> io::Result<()> {
+    // SAFETY: no pointers.
+    check(unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, by) }).map(drop)
+}
+
 /// Orphaned descendants become our children, as they would under pid 1.
 pub fn become_subreaper() -> io::Result<()> {
     // SAFETY: no pointers.

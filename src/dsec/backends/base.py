@@ -37,6 +37,7 @@ class Capabilities:
     warm: bool = False  # instances can be made before anybody asks, and claimed (`shape`, `claim`)
     disk_limit: str | None = None  # mechanism: "tmpfs", "btrfs", … ; None: not enforced
     resource_view: str = "host"  # live | static | host (ruling 16)
+    resource_view_reason: str = ""  # why it is no better
 
 
 @dataclass(frozen=True, slots=True)

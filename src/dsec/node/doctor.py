@@ -68,8 +68,15 @@ def _disk_limit(able: Capabilities) -> Finding:
 
 def _resource_view(able: Capabilities) -> Finding:
     what = f"{able.substrate}: resource view"
-    if able.resource_view != "host":
-        return Finding(what=what, status=OK, detail=able.resource_view)
+    if able.resource_view == "live":
+        return Finding(what=what, status=OK, detail="live: programs see their share, and what is free of it")
+    if able.resource_view == "static":
+        return Finding(
+            what=what,
+            status=OK,
+            detail=f"static: programs see their share, all of it free; not live: {able.resource_view_reason}",
+            hint="for a live view install lxcfs (apt install lxcfs) and restart the node with its launcher",
+        )
     return Finding(
         what=what,
         status=DEGRADED,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-# Kernel memory layout, keys, host-wide timing and hardware. kpagecgroup once crashed a kernel by being read (DSEC.md).
+# Kernel memory layout, keys, host-wide timing, hardware, and counts of what others do.
+# kpagecgroup once crashed a kernel by being read (DSEC.md).
 HIDDEN: Final = (
     "/proc/acpi",
     "/proc/asound",
+    "/proc/cmdline",
     "/proc/config.gz",
+    "/proc/diskstats",
     "/proc/driver",
+    "/proc/fs",
     "/proc/interrupts",
     "/proc/iomem",
     "/proc/ioports",
@@ -22,12 +26,15 @@ HIDDEN: Final = (
     "/proc/kpagecount",
     "/proc/kpageflags",
     "/proc/latency_stats",
+    "/proc/locks",
     "/proc/modules",
+    "/proc/partitions",
     "/proc/pressure",
     "/proc/sched_debug",
     "/proc/scsi",
     "/proc/slabinfo",
     "/proc/swaps",
+    "/proc/sys/fs/file-nr",
     "/proc/sysrq-trigger",
     "/proc/timer_list",
     "/proc/timer_stats",
@@ -43,4 +50,4 @@ HIDDEN: Final = (
     "/sys/kernel/tracing",
 )
 
-READONLY: Final = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys")
+READONLY: Final = ("/proc/bus", "/proc/irq", "/proc/sys")

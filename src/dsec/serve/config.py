@@ -126,6 +126,7 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     shm_bytes: int | str = 64 * limits.MIB  # size of /dev/shm in a sandbox
     pids_kept_for_host: int = 4096  # of the kernel's, which sandboxes together leave to others
     memory_kept_for_host: int | str = limits.GIB  # which sandboxes together leave; at most a quarter of the machine
+    resource_view: str = "auto"  # what programs see of processors and memory: "live" (lxcfs), "static", "host"
 
     def fields(self) -> dict[str, object]:
         """For ContainerConfig, beside its directories."""
@@ -136,6 +137,7 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             "shm_bytes": parse_size(self.shm_bytes, "shm_bytes"),
             "pids_kept_for_host": self.pids_kept_for_host,
             "memory_kept_for_host": parse_size(self.memory_kept_for_host, "memory_kept_for_host"),
+            "resource_view": self.resource_view,
         }
 
 

@@ -23,9 +23,12 @@ def end_launcher(run_dir: Path) -> None:
     Nothing happens when none runs. Raises AssertionError when something resists.
     """
     mark = b"\0--run\0" + str(run_dir).encode() + b"\0"
-    for pid in list(all_processes()):
-        if mark in command_line(pid):
-            _kill_with_descendants(pid)
+    # Its lxcfs is nobody's descendant once the launcher that started it has been killed; nor may it be started again.
+    lxcfs = b"\0-p\0" + str(run_dir).encode() + b"/lxcfs.pid\0"
+    for wanted in (mark, lxcfs):
+        for pid in list(all_processes()):
+            if wanted in command_line(pid):
+                _kill_with_descendants(pid)
     pin = run_dir / "launch.mnt"
     if pin.exists() and _is_mount(pin):
         _unmount(pin)

@@ -23,6 +23,7 @@ class LaunchOp(enum.StrEnum):
     DESTROY = "destroy"
     CLAIM = "claim"
     TIDY = "tidy"
+    VIEW = "view"
     LIST = "list"
     SHUTDOWN = "shutdown"
 
@@ -65,6 +66,8 @@ class HelloAnswer(msgspec.Struct, frozen=True):
     version: int
     pid: int
     agent_digest: str  # sha256 of the sealed agent file
+    views: bool = False  # it knows plans with a `view`
+    no_live_view: str | None = None  # why no live view of resources can be given just now
 
 
 class ArgRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,6 +132,25 @@ class EtcFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: bytes
 
 
+class ResourceView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a sandbox is shown of the machine: its own share."""
+
+    cpus: int
+    memory_bytes: int
+    live: bool = False  # memory as it is at each read, where lxcfs runs; else all of it is shown as free
+
+
+class ViewArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Show a sandbox that runs another share, because its limits have changed."""
+
+    sandbox: str
+    view: ResourceView
+
+
+class Viewed(msgspec.Struct, frozen=True):
+    view: str  # "live" | "static"
+
+
 class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Everything the launcher does for one sandbox, decided beforehand (backends/container/plan.py).
 
@@ -164,6 +186,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     workdir: bytes | None = None
     nofile: int | None = None
     spare: bool = False  # the agent serves nobody until it is told whom
+    view: ResourceView | None = None  # None: the whole machine is shown
 
 
 class Launched(msgspec.Struct, frozen=True):
@@ -171,6 +194,7 @@ class Launched(msgspec.Struct, frozen=True):
     start_ticks: int  # field 22 of /proc/<pid>/stat: with boot id, tells a reused pid
     cgroup_id: int  # inode of the cgroup2 directory, 0 without one
     steps_us: dict[str, int] = {}
+    view: str = "host"  # "live" | "static" | "host"
 
 
 class DestroyArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

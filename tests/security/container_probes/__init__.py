@@ -8,7 +8,7 @@ a probe that fails for another reason than the expected one proves nothing.
 
 from __future__ import annotations
 
-from . import agent, host, kernel, network, privileges, shared
+from . import agent, host, kernel, network, privileges, resources, shared
 from .kit import PROBES
 
-__all__ = ["PROBES", "agent", "host", "kernel", "network", "privileges", "shared"]
+__all__ = ["PROBES", "agent", "host", "kernel", "network", "privileges", "resources", "shared"]

@@ -17,6 +17,7 @@ use super::Exec;
 use crate::agent::Agent;
 use crate::cgroup::ExecCgroup;
 use crate::refusal::Refusal;
+use crate::share::processors_of_command;
 use crate::timers::Timer;
 use crate::token::Token;
 
@@ -104,6 +105,8 @@ impl Agent {
         command: &mut Command,
         name: &str,
     ) -> Result<(i32, Option<ExecCgroup>), Refusal> {
+        command.processors = processors_of_command();
+        command.score = self.score.descriptor();
         let Some(work) = &mut self.work else {
             command.subreaper = true;
             let pid = self.launch_guarded(command)?;
@@ -129,7 +132,9 @@ impl Agent {
             .starts
             .begin()
             .map_err(|e| Refusal::system("spawn_failed", "the guard of a start", &e))?;
-        let result = launch(command, self.own.permitted, started);
+        let result = self
+            .score
+            .around(|| launch(command, self.own.permitted, started));
         match (self.starts.end(), result) {
             (true, _) => Err(Refusal::system(
                 "spawn_failed",

@@ -11,6 +11,7 @@ use dsec_sys::namespaces::{exit_now, NEW_IPC, NEW_MOUNT, NEW_NET, NEW_UTS};
 
 use crate::error::{Doing, Error, Result};
 use crate::steps::check::IDS_PER_SANDBOX;
+use crate::steps::view::{self, Cover};
 use crate::steps::{root, Clock, Job, Step};
 use crate::system::{c_text, Access, MountOption, System};
 
@@ -30,6 +31,7 @@ pub struct Inside<'a> {
     pub report: OwnedFd,
     pub socket: &'a OwnedFd,
     pub cgroup: Option<&'a OwnedFd>,
+    pub view: &'a [Cover],
 }
 
 /// Becomes the agent, or reports why not and ends.
@@ -76,6 +78,8 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
         .doing("bring up", "the loopback device")?;
     clock.begin(Step::Rlimits)?;
     limits(system, job)?;
+    // The agent, into which nobody may see, could not open it any more.
+    let score = system.own_score().doing("open", "the score for memory")?;
     clock.begin(Step::Capabilities)?;
     // Only what execve may give; what this process has is not touched yet.
     system
@@ -96,11 +100,13 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
     sysctls(system, job)?;
     clock.begin(Step::Masks)?;
     masks(system, job)?;
+    clock.begin(Step::View)?;
+    view::attach(system, inside.view, tree.as_fd())?;
     clock.begin(Step::Pivot)?;
     system.pivot().doing("pivot to", "the new root")?;
     drop(tree);
     clock.begin(Step::Capabilities)?;
-    let kept = arrange(system, inside, config)?;
+    let kept = arrange(system, inside, config, score)?;
     capabilities(system, job)?;
     clock.end();
     Ok(kept)
@@ -211,22 +217,29 @@ fn limits(system: &dyn System, job: &Job) -> Result<()> {
 }
 
 /// Gives the descriptors the numbers that the agent expects. Returns the program and the report pipe under numbers above.
-fn arrange(system: &dyn System, inside: &Inside, config: OwnedFd) -> Result<(OwnedFd, OwnedFd)> {
+fn arrange(
+    system: &dyn System,
+    inside: &Inside,
+    config: OwnedFd,
+    score: OwnedFd,
+) -> Result<(OwnedFd, OwnedFd)> {
     // Never closed by us: by then their numbers belong to other files.
     let config = ManuallyDrop::new(config);
+    let score = ManuallyDrop::new(score);
     let null = system
         .open(Path::new("/dev/null"), Access::ReadWrite)
         .doing("open", "/dev/null")?;
     let null = ManuallyDrop::new(null);
     let standard = Some(null.as_fd());
     let cgroup = inside.cgroup.map(|fd| fd.as_fd());
-    let order: [Option<BorrowedFd>; 6] = [
+    let order: [Option<BorrowedFd>; 7] = [
         standard,
         standard,
         standard,
         Some(inside.socket.as_fd()),
         cgroup,
         Some(config.as_fd()),
+        Some(score.as_fd()),
     ];
     let keep = [inside.job.agent.as_fd(), inside.report.as_fd()];
     let mut kept = system
@@ -362,6 +375,7 @@ mod tests {
     fn fail(system: &Fake, fail_step: Option<&str>) -> (Step, Error) {
         let parts = Parts::new();
         let (job, file) = (parts.job(fail_step), null());
+        let covers = view::collect(&Fake::new(None), &job.view.sources).unwrap();
         let mut clock = Clock::start(job.fail_step.clone());
         let inside = Inside {
             job: &job,
@@ -369,6 +383,7 @@ mod tests {
             report: null(),
             socket: &file,
             cgroup: Some(&file),
+            view: &covers,
         };
         let error = become_agent(system, &inside, &mut clock);
         (clock.step(), error)
@@ -389,6 +404,7 @@ mod tests {
             "unshare 0x40000000",
             "loopback_up",
             "set_limit",
+            "own_score",
             "bound_capabilities 0x81",
             "sealed_file",
             "unshare 0x20000",
@@ -398,6 +414,7 @@ mod tests {
             "write_file proc/sys/kernel/shmmni 1",
             "clone_mount \"proc/sys\"",
             "bind \"/empty/file\" \"proc/kcore\"",
+            "resolve \"/proc/meminfo\"",
             "pivot",
             "arrange",
             "become_user 65535 true",
@@ -438,7 +455,7 @@ mod tests {
     #[test]
     fn the_failing_step_is_named() {
         let all =
-            "ids cgroupns network mounts sysctls masks pivot rlimits capabilities seccomp agent";
+            "ids cgroupns network mounts sysctls masks view pivot rlimits capabilities seccomp agent";
         for name in all.split(' ') {
             let system = Fake::talking(None);
 

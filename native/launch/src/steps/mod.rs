@@ -5,6 +5,7 @@ pub mod check;
 pub mod inside;
 pub mod root;
 pub mod state;
+pub mod view;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -15,6 +16,7 @@ use dsec_sys::namespaces::exit_now;
 use dsec_sys::seccomp::Instruction;
 
 use crate::error::{Error, Result};
+use crate::view::Shown;
 use crate::wire::LaunchPlan;
 
 /// One step. The names are those of `LaunchFailure.step` and `steps_us`.
@@ -37,6 +39,7 @@ pub enum Step {
     Mounts,
     Sysctls,
     Masks,
+    View,
     Pivot,
     Rlimits,
     Capabilities,
@@ -44,7 +47,7 @@ pub enum Step {
     Agent,
 }
 
-const STEPS: [(Step, &str); 21] = [
+const STEPS: [(Step, &str); 22] = [
     (Step::Check, "check"),
     (Step::Cgroups, "cgroups"),
     (Step::Directories, "directories"),
@@ -61,6 +64,7 @@ const STEPS: [(Step, &str); 21] = [
     (Step::Mounts, "mounts"),
     (Step::Sysctls, "sysctls"),
     (Step::Masks, "masks"),
+    (Step::View, "view"),
     (Step::Pivot, "pivot"),
     (Step::Rlimits, "rlimits"),
     (Step::Capabilities, "capabilities"),
@@ -92,6 +96,8 @@ pub struct Job<'a> {
     /// Mount points of the layers, the lowest first, the skeleton before all.
     pub lowers: Vec<PathBuf>,
     pub filter_agent: Option<&'a [Instruction]>,
+    /// What is bound over the kernel's files that tell of the machine.
+    pub view: Shown,
     /// The agent's configuration, encoded.
     pub config: Vec<u8>,
     /// The test hook: this step fails.

@@ -28,6 +28,7 @@ from dsec.backends.container.plan import (
 )
 from dsec.backends.container.record import ContainerRecord, parse_record, record_of
 from dsec.backends.container.trash import TRASH, put_away_unknown
+from dsec.backends.container.view import LIVE, STATIC, choose_view, find_lxcfs, require_view, view_of
 from dsec.binaries import find_binary
 from dsec.core.errors import (
     DeadlineError,
@@ -45,7 +46,10 @@ from dsec.density.cgroups import CgroupHost, detect, memory_for_all, prepare_par
 from dsec.security import syscalls
 from dsec.security.idranges import IdRanges
 from dsec.wire.launch import (
+    LAUNCH_VERSION,
     FilterArgs,
+    HelloAnswer,
+    HelloArgs,
     Launched,
     LaunchFailure,
     LaunchOp,
@@ -54,6 +58,8 @@ from dsec.wire.launch import (
     LayerRef,
     Listed,
     TidyArgs,
+    ViewArgs,
+    Viewed,
 )
 from dsec.wire.node import Done
 
@@ -67,6 +73,9 @@ _IMAGE_HINT = (
     "in the image /dev, /etc, /proc and /sys must be directories or missing, and /etc/hosts, /etc/hostname and "
     "/etc/resolv.conf no directories; a symbolic link in their place is not followed"
 )
+_LXCFS_S = 5.0
+_LXCFS_POLL_S = 0.01
+_STARTING = "lxcfs is starting"
 
 
 class ContainerBackend:
@@ -77,6 +86,9 @@ class ContainerBackend:
         self._node = node
         self._host = detect()
         self._ids = IdRanges(config.id_dir)
+        self._view = choose_view(config.resource_view, self._host, find_lxcfs())
+        self._no_live_view: str | None = None  # what the launcher says of lxcfs
+        self._knows_views = True
         self._launcher: Launcher | None = None
         self._facts: HostFacts | None = None
         self._boot_id = _BOOT_ID.read_text().strip()
@@ -100,6 +112,8 @@ class ContainerBackend:
             cpu_limit=self._host.limits("cpu") is not None,
             pids_limit=self._host.limits("pids") is not None,
             disk_limit="tmpfs" if self._config.disk == "tmpfs" else None,
+            resource_view=self._view.kind if self._no_live_view is None else STATIC,
+            resource_view_reason=self._no_live_view or self._view.reason,
         )
 
     @property
@@ -113,6 +127,9 @@ class ContainerBackend:
     async def probe(self) -> Probe:
         if self._probe is None:
             self._probe = await self._try()
+        if self._probe.usable:
+            with contextlib.suppress(DsecError):
+                await self._look_at_view()  # lxcfs comes and goes
         return self._probe
 
     async def _try(self) -> Probe:
@@ -161,8 +178,12 @@ class ContainerBackend:
         assert isinstance(spare, ContainerInstance)
         facts, known = await self._open(), spare.facts
         plan = plan_launch(instance, self._config, facts, id_base=known.id_base)
+        args = plan_claim(plan, known, spare.limits)
         try:
-            await self.launcher.request(LaunchOp.CLAIM, plan_claim(plan, known, spare.limits), Done, timeout_s=_CLAIM_S)
+            await self.launcher.request(LaunchOp.CLAIM, args, Done, timeout_s=_CLAIM_S)
+            if args.cgroup_files and plan.view is not None and self._knows_views:
+                view = ViewArgs(known.launched_as, plan.view)
+                await self.launcher.request(LaunchOp.VIEW, view, Viewed, timeout_s=_CLAIM_S)
         except LauncherRefusal as refusal:
             raise LaunchError(f"a spare cannot become {instance.id}: {refusal}", step="claim") from refusal
         spare.become(msgspec.structs.replace(known, sandbox=instance.id, instance=known.launched_as))
@@ -171,6 +192,8 @@ class ContainerBackend:
 
     async def _launch(self, plan: LaunchPlan, layers: tuple[Layer, ...], deadline_s: float) -> Launched:
         await self._register(layers)
+        if not self._knows_views:
+            plan = msgspec.structs.replace(plan, view=None)
         try:
             return await self.launcher.request(LaunchOp.LAUNCH, plan, Launched, timeout_s=deadline_s)
         except LauncherRefusal as refusal:
@@ -196,6 +219,7 @@ class ContainerBackend:
             if self._connection != self.launcher.connection:
                 with contextlib.suppress(LauncherRefusal):  # one of before that still runs has no trash
                     await self.launcher.request(LaunchOp.TIDY, TidyArgs(str(self._config.sandboxes_dir)), Done)
+                await self._await_view()
             self._connection = self.launcher.connection
             for layer in layers:
                 if layer.digest not in self._registered:
@@ -205,11 +229,44 @@ class ContainerBackend:
 
     def _watch(self, record: ContainerRecord, plan: LaunchPlan, launched: Launched) -> ContainerInstance:
         """Raises ProcessLookupError if the agent has ended meanwhile."""
-        complete = msgspec.structs.replace(record, pid=launched.pid, start_ticks=launched.start_ticks)
+        complete = msgspec.structs.replace(
+            record, pid=launched.pid, start_ticks=launched.start_ticks, view=launched.view
+        )
         limits = limit_files(plan, cgroup2=plan.cgroup2, cgroup1=plan.cgroup1) if plan.spare else {}
         instance = ContainerInstance(self, complete, os.pidfd_open(launched.pid), limits)
         self._instances[record.sandbox] = instance
         return instance
+
+    async def _look_at_view(self) -> None:
+        """What the launcher says of views just now."""
+        answer = await self.launcher.request(LaunchOp.HELLO, HelloArgs(LAUNCH_VERSION), HelloAnswer)
+        self._knows_views = answer.views
+        if self._view.kind == LIVE:
+            self._no_live_view = answer.no_live_view if answer.views else "the launcher that runs is of before"
+
+    async def _await_view(self) -> None:
+        """A launcher that has just been started knows in some milliseconds whether lxcfs answers."""
+        await self._look_at_view()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LXCFS_S):
+                while self._no_live_view == _STARTING:
+                    await asyncio.sleep(_LXCFS_POLL_S)
+                    await self._look_at_view()
+
+    async def show(self, record: ContainerRecord, spec: SandboxSpec) -> ContainerRecord:
+        """The limits of a running sandbox have become those of `spec`: what it is shown follows.
+
+        Returns what is known of it now. Raises HostError, and then it is shown what it was before, or the machine.
+        """
+        facts = await self._open()
+        view = view_of(facts.view, spec)
+        if view is None:
+            return record
+        try:
+            viewed = await self.launcher.request(LaunchOp.VIEW, ViewArgs(record.launched_as, view), Viewed)
+        except LauncherRefusal as refusal:
+            raise HostError(f"{record.sandbox} cannot be shown its new share: {refusal}") from refusal
+        return msgspec.structs.replace(record, view=viewed.view)
 
     # ---- adopt, discard, remove ------------------------------------------------------------------
 
@@ -320,6 +377,7 @@ class ContainerBackend:
 
     def _prepare(self) -> HostFacts:
         config = self._config
+        require_view(config.resource_view, self._view)
         parent = f"{config.cgroup_parent}/{self._node}"
         pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
         memory_total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -337,8 +395,9 @@ class ContainerBackend:
             launch_binary=config.launch_binary or find_binary("dsec-launch"),
             agent_binary=config.agent_binary or find_binary("dsec-agent"),
             start_s=config.launcher_start_s,
+            lxcfs=self._view.lxcfs,
         )
-        return HostFacts(self._host, parent, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        return HostFacts(self._host, parent, resource.getrlimit(resource.RLIMIT_NOFILE)[1], self._view.kind)
 
 
 async def _no_intent(record: bytes) -> None:

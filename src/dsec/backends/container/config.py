@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsec.backends.container.view import CHOICES
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.limits import GIB, MIB
 
@@ -22,6 +23,9 @@ class ContainerConfig:
     agent_binary: Path | None = None
     disk: str = "directory"  # "directory": no limit is enforced; "tmpfs": limited, in memory, counted as such
     shm_bytes: int = 64 * MIB
+    resource_view: str = (
+        "auto"  # "live" (needs lxcfs) | "static" | "host"; "auto": live where it can be had, else static
+    )
     pids_kept_for_host: int = 4096
     memory_kept_for_host: int = GIB  # what all sandboxes together leave; at most a quarter of the machine
     launcher_start_s: float = 10.0
@@ -36,5 +40,8 @@ class ContainerConfig:
                 f"the run directory {self.run_dir} is longer than {RUN_DIR_BYTES_MAX} bytes",
                 hint="UNIX socket paths are short; choose a shorter one",
             )
+        if self.resource_view not in CHOICES:
+            choices = ", ".join(map(repr, CHOICES))
+            raise InvalidArgumentError(f"resource_view must be one of {choices}, not {self.resource_view!r}")
         if self.disk not in ("directory", "tmpfs"):
             raise InvalidArgumentError(f"disk must be 'directory' or 'tmpfs', not {self.disk!r}")

@@ -46,11 +46,14 @@ class LauncherRefusal(Exception):
 class Launcher:
     """One connection to the launcher of a run directory; reconnects, and restarts it, on the next request."""
 
-    def __init__(self, run_dir: Path, *, launch_binary: Path, agent_binary: Path, start_s: float):
+    def __init__(
+        self, run_dir: Path, *, launch_binary: Path, agent_binary: Path, start_s: float, lxcfs: Path | None = None
+    ):
         self._run_dir = run_dir
         self._launch_binary = launch_binary
         self._agent_binary = agent_binary
         self._start_s = start_s
+        self._lxcfs = lxcfs
         self._socket: socket.socket | None = None
         self._connecting = asyncio.Lock()
         self._next_id = 1
@@ -182,6 +185,8 @@ class Launcher:
         directory, and may just be coming up, or be on its way out."""
         self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         command = [str(self._launch_binary), "--run", str(self._run_dir), "--agent", str(self._agent_binary)]
+        if self._lxcfs is not None:
+            command += ["--lxcfs", str(self._lxcfs)]
         log_path = self._run_dir / "launch.log"
         try:
             result = await asyncio.to_thread(self._run, command, log_path)

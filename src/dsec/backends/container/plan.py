@@ -12,6 +12,7 @@ import msgspec
 from dsec.backends.base import InstanceSpec
 from dsec.backends.container.config import ContainerConfig
 from dsec.backends.container.record import ContainerRecord
+from dsec.backends.container.view import STATIC, view_of
 from dsec.core.errors import InvalidArgumentError, UnsupportedError
 from dsec.core.limits import LOWERS_MAX
 from dsec.core.spec import NetworkMode
@@ -19,7 +20,7 @@ from dsec.density.cgroups import CgroupHost, plan_cgroups
 from dsec.security import capabilities, masks, syscalls
 from dsec.security.syscalls import filter_name
 from dsec.wire.codec import pack
-from dsec.wire.launch import ClaimArgs, EtcFile, LaunchPlan
+from dsec.wire.launch import ClaimArgs, EtcFile, LaunchPlan, ResourceView
 
 AGENT_FILTER = filter_name(syscalls.AGENT)
 EXEC_FILTER = filter_name(syscalls.EXEC)
@@ -48,6 +49,7 @@ class HostFacts:
     cgroups: CgroupHost
     cgroup_parent: str  # of this node, below each hierarchy's root
     open_files_hard: int  # RLIMIT_NOFILE: without CAP_SYS_RESOURCE nothing above it can be given
+    view: str = STATIC  # live | static | host
 
 
 def holder_directory(facts: HostFacts, sandbox: str) -> str:
@@ -106,6 +108,7 @@ def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFact
         user=instance.user,
         workdir=instance.workdir.encode("utf-8", "surrogateescape") if instance.workdir else None,
         spare=instance.spare,
+        view=view_of(facts.view, spec),
     )
 
 
@@ -114,6 +117,7 @@ def shape_of(plan: LaunchPlan) -> bytes:
     bare = msgspec.structs.replace(
         plan,
         **_OF_NOBODY,
+        view=plan.view and ResourceView(cpus=0, memory_bytes=0, live=plan.view.live),
         etc_files=[EtcFile(file.path, b"") for file in plan.etc_files],
         cgroup2_files=dict.fromkeys(plan.cgroup2_files, ""),
         cgroup1_files={controller: dict.fromkeys(files, "") for controller, files in plan.cgroup1_files.items()},

@@ -23,6 +23,7 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     instance: str = ""  # by which the launcher knows it, where that is not the sandbox: it was a spare once
     pid: int = 0  # 0: an intent, nothing may have been started
     start_ticks: int = 0
+    view: str = "host"  # live | static | host, as it was given
 
     @property
     def launched_as(self) -> str:

@@ -1,0 +1,99 @@
+//! Which processors a process may run on.
+
+use std::io;
+
+use crate::result::check;
+
+/// Processors that can be named: as many as the C library's own sets have.
+pub const PROCESSORS_MAX: usize = 1024;
+const WORDS: usize = PROCESSORS_MAX / 64;
+
+/// A set of processors, in the kernel's layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct ProcessorSet {
+    words: [u64; WORDS],
+}
+
+impl ProcessorSet {
+    pub const EMPTY: ProcessorSet = ProcessorSet { words: [0; WORDS] };
+
+    pub fn contains(&self, processor: usize) -> bool {
+        processor < PROCESSORS_MAX && self.words[processor / 64] >> (processor % 64) & 1 == 1
+    }
+
+    /// Numbers that cannot be named are left out.
+    pub fn insert(&mut self, processor: usize) {
+        if processor < PROCESSORS_MAX {
+            self.words[processor / 64] |= 1 << (processor % 64);
+        }
+    }
+
+    pub fn count(&self) -> usize {
+        self.words
+            .iter()
+            .map(|word| word.count_ones() as usize)
+            .sum()
+    }
+
+    /// `count` of these, the first of them `start` or the next above it, beginning again at the lowest.
+    pub fn some_from(&self, start: usize, count: usize) -> ProcessorSet {
+        let mut chosen = ProcessorSet::EMPTY;
+        let order = (start..PROCESSORS_MAX).chain(0..start.min(PROCESSORS_MAX));
+        order
+            .filter(|&processor| self.contains(processor))
+            .take(count)
+            .for_each(|processor| chosen.insert(processor));
+        chosen
+    }
+}
+
+/// Those that the calling thread may run on.
+pub fn allowed() -> io::Result<ProcessorSet> {
+    let mut set = ProcessorSet::EMPTY;
+    // SAFETY: the kernel writes at most the given number of bytes into the set, which is plain numbers.
+    check(unsafe {
+        libc::syscall(
+            libc::SYS_sched_getaffinity,
+            0,
+            std::mem::size_of::<ProcessorSet>(),
+            &raw mut set,
+        )
+    } as i32)?;
+    Ok(set)
+}
+
+/// The one that the calling thread runs on just now.
+pub fn current() -> usize {
+    // SAFETY: no pointers.
+    usize::try_from(unsafe { libc::sched_getcpu() }).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(processors: &[usize]) -> ProcessorSet {
+        let mut set = ProcessorSet::EMPTY;
+        processors.iter().for_each(|&one| set.insert(one));
+        set
+    }
+
+    #[test]
+    fn some_are_taken_from_where_we_are_and_round() {
+        let all = set(&[0, 1, 2, 3, 70]);
+        assert_eq!(all.some_from(2, 2), set(&[2, 3]));
+        assert_eq!(all.some_from(3, 3), set(&[3, 70, 0]));
+        assert_eq!(all.some_from(5, 1), set(&[70]));
+        assert_eq!(all.some_from(0, 99), all);
+        assert_eq!(all.some_from(usize::MAX, 1), set(&[0]));
+        assert_eq!(ProcessorSet::EMPTY.some_from(0, 1).count(), 0);
+    }
+
+    #[test]
+    fn the_kernel_tells_where_we_may_run() {
+        let here = allowed().unwrap();
+        assert!(here.count() > 0);
+        assert!(here.contains(current()));
+    }
+}
