@@ -93,6 +93,7 @@ def test_a_replacement_is_all_or_nothing(agent: Agent, tmp_path: Path) -> None:
     assert path.read_text() == "old"
     stream = wire.open("write", path=raw(path))
     wire.result(stream)
+    wire.body(wire.frame(stream), FrameType.CREDIT)
     wire.send(FrameType.ERR, stream, {"code": "cancelled", "message": ""})
     with pytest.raises(Refused):
         wire.body(wire.frame(stream), FrameType.END)
