@@ -57,7 +57,9 @@ class Place:
     """Everything of one node, or of two that follow each other. `close` ends what still runs and removes it."""
 
     directory: Path
-    name: str = field(default_factory=lambda: f"dsec-test-{secrets.token_hex(4)}")
+    name: str = field(  # of its cgroups; below others' where a guest says so
+        default_factory=lambda: f"{os.environ.get('DSEC_TEST_CGROUPS', '')}dsec-test-{secrets.token_hex(4)}"
+    )
     id_dir: Path | None = None  # None: its own
     settings: dict[str, Any] = field(default_factory=dict)  # of ServeConfig: {"node": {...}}
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
