@@ -128,8 +128,9 @@ def test_the_agent_gets_its_descriptors_and_no_others(inside: Callable[[str], st
     assert {lines[str(number)] for number in range(3)} == {"/dev/null"}
     assert lines["3"].startswith("socket:")
     assert lines["5"].startswith("/memfd:dsec-agent-config")
-    own = {"6", "7"}  # the probe's duplicate of 3, and the connection that asks
-    assert set(lines) <= {"0", "1", "2", "3", "4", "5"} | own
+    assert lines["6"].endswith("/oom_score_adj")
+    own = {"7", "8"}  # the probe's duplicate of 3, and the connection that asks
+    assert set(lines) <= {"0", "1", "2", "3", "4", "5", "6"} | own
 
 
 def test_the_agent_has_its_capabilities_and_no_more(inside: Callable[[str], str]) -> None:

@@ -128,6 +128,8 @@ class Launcher:
     # ---- connection ------------------------------------------------------------------------------
 
     async def _ensure_connected(self) -> None:
+        # One that has died already is noticed here: a launch sent to it would fail, and cannot be repeated.
+        self._readable()
         if self._socket is not None:
             return
         async with self._connecting:
