@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from dsec.backends.container.record import parse_record
 from dsec.backends.container.view import LIVE, choose_view, find_lxcfs
+from dsec.core.errors import GoneError
 from dsec.core.spec import Environment, SandboxSpec
 from dsec.density.cgroups import detect
 from dsec.sdk.client import AsyncClient
@@ -301,3 +302,45 @@ async def test_who_was_killed_for_memory_is_said(fixed: Service) -> None:
     assert (leader.signal, leader.cause) == (9, "oom")
     assert (child.exit_code, child.cause) == (3, "oom")
     assert (bystander.exit_code, bystander.cause) == (3, None)
+
+
+@needs_memory
+async def test_an_agent_that_was_killed_for_memory_is_said_to_have_been(fixed: Service) -> None:
+    async with await fixed[2].create(ENVIRONMENT, memory=MEMORY) as sandbox:
+        found = fixed[1].node.registry.find(sandbox.id)
+        assert found is not None
+        assert found.instance is not None
+        agent = parse_record(found.instance.record).pid
+
+        with contextlib.suppress(GoneError):
+            hog = await sandbox.start("echo 0 > /proc/self/oom_score_adj; read go; exec tail /dev/zero", stdin=True)
+            Path(f"/proc/{agent}/oom_score_adj").write_text("1000")  # the host may
+            await hog.write("go\n")
+            await hog.wait(60)
+
+        async def has_failed() -> bool:
+            return (await sandbox.refresh()).state == "failed"
+
+        await eventually(has_failed, deadline_s=60)
+        assert (await sandbox.refresh()).cause == "oom"
+
+
+@needs_lxcfs
+@pytest.mark.slow
+async def test_readers_get_an_answer_when_lxcfs_stands_still(live: Service) -> None:
+    place, service, client = live
+    async with await client.create(ENVIRONMENT, memory=MEMORY) as sandbox:
+        await eventually(lambda: view_of(service, sandbox) == "live")
+        stopped = lxcfs_of(place)
+        os.kill(stopped, signal.SIGSTOP)
+
+        waited = await sandbox.exec("cat /proc/meminfo > /dev/null 2>&1; head -1 /proc/meminfo", timeout_s=120)
+
+        assert not waited.timed_out
+
+        async def answers() -> bool:
+            answer = await sandbox.exec("head -1 /proc/meminfo", timeout_s=60)
+            return answer.stdout.split()[1:2] == [str(MEMORY >> 10)]
+
+        await eventually(answers, deadline_s=60)
+        assert (info := read_process(stopped)) is None or info.state == "Z"
