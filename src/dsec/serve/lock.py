@@ -28,8 +28,14 @@ class RunLock:
             pid = _pid(descriptor)
             os.close(descriptor)
             raise already_running(run_dir, pid) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(descriptor)
+            raise HostError(
+                f"cannot write {run_dir / FILE_NAME}: {error.strerror}", hint=f"make room in {run_dir}"
+            ) from error
         return cls(descriptor)
 
     def release(self) -> None:

@@ -185,20 +185,23 @@ class Launcher:
     async def _start(self) -> bool:
         """It puts itself into the background and exits 0 once it accepts connections. False: another one holds the run
         directory, and may just be coming up, or be on its way out."""
-        self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         command = [str(self._launch_binary), "--run", str(self._run_dir), "--agent", str(self._agent_binary)]
         if self._lxcfs is not None:
             command += ["--lxcfs", str(self._lxcfs)]
         log_path = self._run_dir / "launch.log"
         try:
+            self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             result = await asyncio.to_thread(self._run, command, log_path)
         except subprocess.TimeoutExpired as error:
             raise HostError(f"dsec-launch did not become ready within {self._start_s:g} s") from error
         except OSError as error:
-            raise HostError(f"cannot run {command[0]}: {error}") from error
+            raise HostError(f"cannot run {command[0]}, with its log in {self._run_dir}: {error}") from error
         if result not in (0, _HELD):
             tail = log_path.read_text(errors="replace")[-500:].strip()
-            raise HostError(f"dsec-launch failed to start (exit {result}): {tail}", hint="see `dsec doctor`")
+            raise HostError(
+                f"dsec-launch failed to start on {self._run_dir} (exit {result}): {tail or 'it has left no word'}",
+                hint=f"is there room in {self._run_dir}? see `dsec doctor`",
+            )
         return result == 0
 
     def _run(self, command: list[str], log_path: Path) -> int:
