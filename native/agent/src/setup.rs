@@ -52,6 +52,9 @@ impl Own {
 pub fn read_setup() -> Result<Setup, AgentError> {
     let arguments: Vec<_> = std::env::args_os().skip(1).collect();
     let is_init = std::process::id() == 1;
+    // First: of what is opened below, something may get this number. Without it commands stay as likely to be ended for
+    // memory as we are.
+    let score = is_init.then(|| inherited(6)).flatten().map(File::from);
     let (listener, work, config) = match arguments.as_slice() {
         [flag, path] if flag == "--listen" => (listen(Path::new(path))?, None, stand_alone()),
         [flag] if flag == "--fd" => handed_over()?,
@@ -64,8 +67,6 @@ pub fn read_setup() -> Result<Setup, AgentError> {
         become_subreaper().map_err(AgentError::at("becoming a subreaper"))?;
     }
     let own = find_own(&config)?;
-    // Without it commands stay as likely to be ended for memory as we are.
-    let score = Score::new(inherited(6).filter(|_| is_init).map(File::from));
     if is_init && own.may_switch() {
         // A process whose six ids are all the same can be given other limits by whoever takes that id, and root of a
         // sandbox can take any.
@@ -77,7 +78,7 @@ pub fn read_setup() -> Result<Setup, AgentError> {
         work,
         config,
         own,
-        score,
+        score: Score::new(score),
         is_init,
     })
 }
