@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dsec.backends.container.instance import ContainerInstance
 from dsec.core.errors import GoneError, UnavailableError
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.process import AsyncProcess
@@ -143,7 +144,7 @@ async def test_kill_9_of_node_and_launcher_loses_nothing(place: Place) -> None:
 
 
 async def test_kill_9_of_an_agent_fails_its_sandbox_alone_and_says_so(place: Place) -> None:
-    async with served(place) as (_, client):
+    async with served(place) as (service, client):
         await (await client.create(ENVIRONMENT)).destroy()
         async with place.no_leaks():
             sandbox = await client.create(ENVIRONMENT)
@@ -151,7 +152,9 @@ async def test_kill_9_of_an_agent_fails_its_sandbox_alone_and_says_so(place: Pla
             process = await sandbox.start("echo begun; sleep 600")
             waiting = asyncio.create_task(process.wait())
             await eventually(lambda: _has_begun(process))
-            os.kill(_agent_of(place, sandbox.id), signal.SIGKILL)
+            found = service.node.registry.find(sandbox.id)
+            assert isinstance(found and found.instance, ContainerInstance)
+            os.kill(found.instance.pid, signal.SIGKILL)
 
             async def failed() -> bool:
                 return (await sandbox.refresh()).state == "failed"
