@@ -230,7 +230,7 @@ async def test_the_service_says_what_it_is(client: dsec.AsyncClient) -> None:
 async def test_bytes_that_are_not_text_are_a_typed_error(sb: dsec.AsyncSandbox) -> None:
     await sb.files.write("/binary", b"ab\xff\x00")
 
-    with pytest.raises(errors.FileError, match="not text in utf-8.*at byte 2") as told:
+    with pytest.raises(errors.FileError, match=r"not text in utf-8.*at byte 2") as told:
         await sb.files.read("/binary")
 
     assert "read_bytes" in (told.value.hint or "")

@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "binaries": {"core"},
     "observe": {"core"},
     "wire": {"core"},
-    "storage": {"core", "observe"},
+    "storage": {"core", "observe", "wire"},
     # A seccomp filter is written as the launcher's record of one.
     "security": {"core", "observe", "wire"},
     # Whoever asks becomes the Caller record that goes to the node.

@@ -90,6 +90,8 @@ DESTROY_RETRY_S_MAX: Final = 60.0  # between tries to remove what could not be r
 # Environments
 IMAGE_ENTRIES_MAX: Final = 2_000_000  # files and directories of one layer: an archive of empty files is a bomb too
 IMAGE_BYTES_MAX: Final = 256 * GIB  # of file content of one layer, holes included
+STORE_OBJECT_BYTES_MAX: Final = 512 * MIB  # metadata of a layer from a store, checked in memory: a million files
+CACHE_BYTES_MIN: Final = 64 * MIB  # of chunks from stores: below it a running program throws out what it needs next
 IMAGE_DEPTH_MAX: Final = 256  # directories inside each other: bounds descriptors here and recursion in mkfs.erofs
 IMAGE_PATH_BYTES_MAX: Final = 3_840  # below PATH_BYTES_MAX by what the path of the store adds
 IMAGE_ID_MAX: Final = 65_534  # 65,535 is the agent's (ruling 9): a set-user-id file of it would become the agent

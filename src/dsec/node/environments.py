@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from dsec.backends.base import Layer
 from dsec.core.spec import Environment
 from dsec.image.build import build_events
-from dsec.image.environments import EnvironmentStore, StoreFacts
+from dsec.image.environments import EnvironmentStore, LockedEnvironment, StoreFacts
+from dsec.storage.layers import LayerLocation
+from dsec.storage.remote import RemoteLayers
 from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo
 
 
@@ -68,14 +71,17 @@ class Environments(Protocol):
 class StoredEnvironments:
     """Those of an EnvironmentStore. Resolving reads a few small files that are in memory; the rest runs in threads."""
 
-    def __init__(self, store: EnvironmentStore) -> None:
+    def __init__(self, store: EnvironmentStore, remote: RemoteLayers) -> None:
         self._store = store
+        self._remote = remote
 
     async def acquire(self, environment: Environment) -> Resolved:
         locked, lease = self._store.acquire(environment)
-        layers = tuple(
-            Layer(x.digest, str(x.kind), str(x.meta), None if x.blob is None else str(x.blob)) for x in locked.layers
-        )
+        try:
+            layers = await self._layers(locked)
+        except BaseException:
+            lease.release()
+            raise
         return Resolved(
             hold=lease,
             layers=layers,
@@ -84,6 +90,17 @@ class StoredEnvironments:
             workdir=locked.workdir,
             entrypoint=locked.entrypoint,
             command=locked.command,
+        )
+
+    async def _layers(self, locked: LockedEnvironment) -> tuple[Layer, ...]:
+        if all(layer.remote is None for layer in locked.layers):
+            return tuple(_layer(layer, layer.blob) for layer in locked.layers)
+        # The loader is asked: a process, and at first a store.
+        return await asyncio.to_thread(
+            lambda: tuple(
+                _layer(layer, layer.blob if layer.remote is None else self._remote.serve(layer))
+                for layer in locked.layers
+            )
         )
 
     async def hold(self, digests: Collection[str]) -> Hold:
@@ -107,6 +124,11 @@ class StoredEnvironments:
     async def tidy(self, *, live: Collection[str]) -> None:
         def work() -> None:
             self._store.layers.clean()
-            self._store.collect(live=live)
+            for digest in self._store.collect(live=live):
+                self._remote.forget(digest)
 
         await asyncio.to_thread(work)
+
+
+def _layer(layer: LayerLocation, blob: str | Path | None) -> Layer:
+    return Layer(layer.digest, str(layer.kind), str(layer.meta), None if blob is None else str(blob))

@@ -48,7 +48,7 @@ MakeBackends = Callable[[NodeId], Mapping[Substrate, Backend]]
 class Node:
     """The sandboxes of one machine.
 
-        node = Node(config, make_backends=make, environments=StoredEnvironments(store))
+        node = Node(config, make_backends=make, environments=StoredEnvironments(store, remote))
         await node.start()          # takes over what an earlier process has left, beside the first requests
         service = Service(node)     # what API and tests talk to
         await node.close()          # sandboxes that can run on do

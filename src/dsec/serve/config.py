@@ -141,6 +141,17 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         }
 
 
+class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    cache_bytes: int | str = 32 * limits.GIB  # of chunks of layers that are loaded from stores, on this node's disk
+
+    def __post_init__(self) -> None:
+        if self.cache_size() < limits.CACHE_BYTES_MIN:
+            raise InvalidArgumentError("storage.cache_bytes must be at least 64MiB")
+
+    def cache_size(self) -> int:
+        return parse_size(self.cache_bytes, "cache_bytes")
+
+
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     level: str = "info"  # debug, info, warning or error
     file_bytes_max: int | str = 16 * limits.MIB  # of a detached service; one older file is kept beside it
@@ -160,6 +171,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     api: ApiConfig = ApiConfig()
     node: NodeSettings = NodeSettings()
     container: ContainerSettings = ContainerSettings()
+    storage: StorageSettings = StorageSettings()
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from dsec.backends.container.launcher import Launcher, LauncherRefusal
 from dsec.binaries import find_binary
 from dsec.core.errors import HostError, PlatformError, UnavailableError
 from dsec.core.ids import parse_sandbox_id
+from dsec.storage.loader import Loader
 from dsec.wire.codec import from_json
 from dsec.wire.errors import ErrorBody, error_of
 from dsec.wire.launch import LaunchOp, Listed
@@ -47,6 +48,8 @@ async def retire_launcher(run_dir: Path, *, force: bool = False) -> int:
     if held == 0:
         _end(run_dir)
         _unpin(run_dir)
+        # Last: the mounts of layers read through it.
+        Loader(run_dir, run_dir, cache_bytes=0).shutdown()
     return held
 
 

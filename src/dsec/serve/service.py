@@ -28,6 +28,8 @@ from dsec.node.service import Service as NodeService
 from dsec.observe.logs import get_logger
 from dsec.serve.config import ServeConfig
 from dsec.serve.imagined import ImaginedEnvironments
+from dsec.storage.loader import Loader
+from dsec.storage.remote import RemoteLayers
 
 log = get_logger(__name__)
 
@@ -112,4 +114,6 @@ class LocalService:
 def _environments(config: ServeConfig) -> Environments:
     if set(config.node.substrates) == {Substrate.FAKE}:
         return ImaginedEnvironments()
-    return StoredEnvironments(EnvironmentStore(config.state_dir))
+    state = Path(config.state_dir)
+    loader = Loader(Path(config.run_dir), state / "cache", cache_bytes=config.storage.cache_size())
+    return StoredEnvironments(EnvironmentStore(state), RemoteLayers(loader))

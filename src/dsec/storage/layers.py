@@ -2,6 +2,7 @@
 
     <state>/layers/<digest>/layer.json                      what it is
                             meta.erofs, data.blob           kind "erofs"
+                            meta.erofs, chunks.index        kind "erofs", its data in a store
                             tree/                           kind "directory"
     <state>/staging/<random>/                               being made; its owner holds a lock on it
     <state>/locks/<name>                                    between processes
@@ -33,6 +34,7 @@ from dsec.wire import codec
 
 META_NAME: Final = "meta.erofs"
 BLOB_NAME: Final = "data.blob"
+INDEX_NAME: Final = "chunks.index"
 TREE_NAME: Final = "tree"
 _RECORD_NAME: Final = "layer.json"
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}\Z")
@@ -41,6 +43,15 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}\Z")
 class LayerKind(enum.StrEnum):
     EROFS = "erofs"
     DIRECTORY = "directory"
+
+
+class RemoteBlob(msgspec.Struct, frozen=True, kw_only=True):
+    """The data of a layer that is loaded on demand."""
+
+    store: str  # URL
+    size: int
+    chunk_size: int
+    stored: int  # bytes in the store, compressed
 
 
 class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +63,7 @@ class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int  # on this disk
     entries: int
     created_at: float
+    remote: RemoteBlob | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,8 @@ class LayerLocation:
     kind: LayerKind
     meta: Path  # image file, or the directory
     blob: Path | None = None  # data device file of an EROFS image
+    remote: RemoteBlob | None = None  # then the loader makes the device file, from `index`
+    index: Path | None = None
 
 
 class Lease:
@@ -307,6 +321,9 @@ class LayerStore:
 def _location(directory: Path, record: LayerRecord) -> LayerLocation:
     if record.kind is LayerKind.DIRECTORY:
         return LayerLocation(record.digest, record.kind, directory / TREE_NAME)
+    if record.remote is not None:
+        meta, index = directory / META_NAME, directory / INDEX_NAME
+        return LayerLocation(record.digest, record.kind, meta, remote=record.remote, index=index)
     blob = directory / BLOB_NAME
     return LayerLocation(record.digest, record.kind, directory / META_NAME, blob if blob.exists() else None)
 
@@ -319,7 +336,7 @@ def _sync_content(staged: Path, kind: LayerKind) -> None:
         finally:
             os.close(fd)
         return
-    for name in (META_NAME, BLOB_NAME):
+    for name in (META_NAME, BLOB_NAME, INDEX_NAME):
         if (staged / name).exists():
             sync(staged / name)
     sync(staged)

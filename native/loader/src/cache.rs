@@ -1,0 +1,150 @@
+//! The chunks of one layer on the local disk: a sparse file, and one byte a chunk that says whether it is there.
+//!
+//!     CACHE/<digest>/data      sparse, as long as the blob
+//!                    map       a byte a chunk: 1 when it is in `data`; written after the chunk, cleared before its hole
+//!                    about     what it belongs to: hash of the index, size of a chunk, of the blob
+//!                    clean     there after an orderly end only: without it every chunk is checked before its first use
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use dsec_sys::fuse::punch_hole;
+
+use crate::error::{Doing, Error, Result};
+use crate::index::Index;
+
+const DATA: &str = "data";
+const MAP: &str = "map";
+const ABOUT: &str = "about";
+const CLEAN: &str = "clean";
+
+/// What is known of a chunk when a cache is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    Absent,
+    Present,
+    /// There, and written before a crash: to be checked.
+    Doubtful,
+}
+
+pub struct Cache {
+    directory: PathBuf,
+    data: File,
+    map: File,
+}
+
+impl Cache {
+    /// Takes the place of a layer, with what is in it if that is of this index. Held by a lock: one process has it.
+    pub fn open(root: &Path, digest: &str, index: &Index) -> Result<(Cache, Vec<Found>)> {
+        let directory = root.join(digest);
+        let doing = || format!("opening the cache {}", directory.display());
+        std::fs::create_dir_all(&directory).doing(doing())?;
+        let about = about(index);
+        let known = std::fs::read(directory.join(ABOUT)).is_ok_and(|found| found == about);
+        let clean = std::fs::remove_file(directory.join(CLEAN)).is_ok();
+        if !known {
+            for name in [DATA, MAP, ABOUT] {
+                let _ = std::fs::remove_file(directory.join(name));
+            }
+            write_whole(&directory.join(ABOUT), &about).doing(doing())?;
+        }
+        let data = open(&directory.join(DATA)).doing(doing())?;
+        let map = open(&directory.join(MAP)).doing(doing())?;
+        data.set_len(index.size).doing(doing())?;
+        map.set_len(u64::from(index.len())).doing(doing())?;
+        let mut bytes = vec![0; index.len() as usize];
+        map.read_exact_at(&mut bytes, 0).doing(doing())?;
+        let found = bytes
+            .iter()
+            .map(|byte| match (byte, clean) {
+                (1, true) => Found::Present,
+                (1, false) => Found::Doubtful,
+                _ => Found::Absent,
+            })
+            .collect();
+        let cache = Cache {
+            directory,
+            data,
+            map,
+        };
+        Ok((cache, found))
+    }
+
+    pub fn read(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()> {
+        self.data.read_exact_at(buffer, offset)
+    }
+
+    /// The chunk first, its mark after: a kill between the two loses the chunk, nothing else.
+    pub fn put(&self, chunk: u32, start: u64, bytes: &[u8]) -> std::io::Result<()> {
+        self.data.write_all_at(bytes, start)?;
+        self.map.write_all_at(&[1], u64::from(chunk))
+    }
+
+    /// The mark first, the chunk after.
+    pub fn drop_chunk(&self, chunk: u32, start: u64, length: u64) -> std::io::Result<()> {
+        self.map.write_all_at(&[0], u64::from(chunk))?;
+        punch_hole(self.data.as_fd(), start, length)
+    }
+
+    /// Everything is on the disk; the next to open it need not check.
+    pub fn close(&self) -> Result<()> {
+        let doing = || format!("closing the cache {}", self.directory.display());
+        self.data.sync_all().doing(doing())?;
+        self.map.sync_all().doing(doing())?;
+        write_whole(&self.directory.join(CLEAN), b"").doing(doing())
+    }
+}
+
+/// Bytes that a cache directory holds, by its map; 0 for one that cannot be read.
+pub fn held_bytes(directory: &Path) -> u64 {
+    let Ok(about) = std::fs::read(directory.join(ABOUT)) else {
+        return 0;
+    };
+    let Some(chunk_size) = about.get(32..36) else {
+        return 0;
+    };
+    let chunk_size =
+        u32::from_le_bytes([chunk_size[0], chunk_size[1], chunk_size[2], chunk_size[3]]);
+    let map = std::fs::read(directory.join(MAP)).unwrap_or_default();
+    map.iter().filter(|byte| **byte == 1).count() as u64 * u64::from(chunk_size)
+}
+
+fn about(index: &Index) -> Vec<u8> {
+    let mut bytes = index.hash.to_vec();
+    bytes.extend(index.chunk_size.to_le_bytes());
+    bytes.extend(index.size.to_le_bytes());
+    bytes
+}
+
+fn open(path: &Path) -> std::io::Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(path)
+}
+
+fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let draft = path.with_extension("draft");
+    let mut file = File::create(&draft)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    std::fs::rename(&draft, path)
+}
+
+/// A digest as a directory's name: nothing else may come from a request.
+pub fn check_digest(digest: &str) -> Result<()> {
+    let good = digest.len() == 64
+        && digest
+            .bytes()
+            .all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte));
+    if !good {
+        return Err(Error::Invalid("a digest has 64 hexadecimal digits".into()));
+    }
+    Ok(())
+}

@@ -1,0 +1,164 @@
+//! dsec-loader: serves the blobs of layers from a store, chunk by chunk as they are read. `docs/internals/loader.md`.
+
+mod cache;
+mod error;
+mod fuse;
+mod index;
+mod layer;
+mod library;
+mod pool;
+mod source;
+mod supervise;
+mod wire;
+mod worker;
+
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::error::{Doing, Error, Result};
+use crate::library::Settings;
+use crate::supervise::Place;
+use crate::worker::Worker;
+
+const USAGE: &str = "usage: dsec-loader --run DIR --cache DIR --cache-bytes N [--authorities FILE]";
+const AUTHORITIES: &str = "/etc/ssl/certs/ca-certificates.crt";
+const START_TIMEOUT: Duration = Duration::from_secs(15);
+const POLL: Duration = Duration::from_millis(10);
+const EXIT_USAGE: u8 = 2;
+const EXIT_RUNS: u8 = 3;
+
+#[derive(Default)]
+struct Options {
+    run: Option<PathBuf>,
+    cache: Option<PathBuf>,
+    cache_bytes: Option<u64>,
+    authorities: Option<String>,
+    supervise: bool,
+    worker: bool,
+    again: bool,
+    resends: bool,
+}
+
+fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let Some(options) = parse(&words) else {
+        eprintln!("{USAGE}");
+        return ExitCode::from(EXIT_USAGE);
+    };
+    match run(options, &words) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("dsec-loader: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn parse(words: &[String]) -> Option<Options> {
+    let mut options = Options::default();
+    let mut words = words.iter();
+    while let Some(word) = words.next() {
+        match word.as_str() {
+            "--run" => options.run = Some(PathBuf::from(words.next()?)),
+            "--cache" => options.cache = Some(PathBuf::from(words.next()?)),
+            "--cache-bytes" => options.cache_bytes = Some(words.next()?.parse().ok()?),
+            "--authorities" => options.authorities = Some(words.next()?.clone()),
+            "--supervise" => options.supervise = true,
+            "--worker" => options.worker = true,
+            "--again" => options.again = true,
+            "--resends" => options.resends = true,
+            _ => return None,
+        }
+    }
+    Some(options)
+}
+
+fn run(options: Options, words: &[String]) -> Result<ExitCode> {
+    let needed = || Error::Invalid(USAGE.into());
+    let run = options.run.ok_or_else(needed)?;
+    let cache = options.cache.ok_or_else(needed)?;
+    let cache_bytes = options.cache_bytes.ok_or_else(needed)?;
+    if !run.is_absolute() || !cache.is_absolute() {
+        return Err(Error::Invalid(
+            "directories are given by absolute paths".into(),
+        ));
+    }
+    let place = Place { run };
+    if !options.worker && !options.supervise {
+        return detach(&place, words);
+    }
+    if !options.worker {
+        let Some(lock) = supervise::lock(&place)? else {
+            eprintln!("dsec-loader: another one runs in {}", place.run.display());
+            return Ok(ExitCode::from(EXIT_RUNS));
+        };
+        // The worker goes on without us, and nobody takes its place then.
+        supervise::inherit(&lock)?;
+        supervise::supervise(&place, words)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    protect();
+    let settings = Settings {
+        cache,
+        cache_bytes,
+        active: place.active(),
+        mount: place.mount(),
+        supervisor: std::os::unix::process::parent_id(),
+        authorities: options.authorities.unwrap_or_else(|| AUTHORITIES.into()),
+    };
+    let device: OwnedFd = dsec_sys::fuse::standard_input().doing("taking the device")?;
+    Worker::start(
+        settings,
+        device,
+        &place.socket(),
+        options.again,
+        options.resends,
+    )?
+    .serve()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Starts the supervisor as a process of its own, and ends when it serves, or with its code when it does not.
+fn detach(place: &Place, words: &[String]) -> Result<ExitCode> {
+    let own = std::env::current_exe().doing("finding our program")?;
+    let mut supervisor = Command::new(own)
+        .arg("--supervise")
+        .args(words)
+        .stdin(Stdio::null())
+        .process_group(0)
+        .spawn()
+        .doing("starting the supervisor")?;
+    let deadline = Instant::now() + START_TIMEOUT;
+    while Instant::now() < deadline {
+        if UnixStream::connect(place.socket())
+            .is_err_and(|error| error.raw_os_error() == Some(libc::EPROTOTYPE))
+        {
+            return Ok(ExitCode::SUCCESS); // it listens, for messages
+        }
+        if let Some(status) = supervisor.try_wait().doing("waiting for the supervisor")? {
+            let code = status.code().and_then(|code| u8::try_from(code).ok());
+            return Ok(code.map_or(ExitCode::FAILURE, ExitCode::from));
+        }
+        std::thread::sleep(POLL);
+    }
+    let _ = supervisor.kill();
+    Err(Error::Busy(format!(
+        "the supervisor does not serve within {} s",
+        START_TIMEOUT.as_secs()
+    )))
+}
+
+/// It answers page faults: the kernel is asked to kill anything else first. Not everywhere may it be asked.
+fn protect() {
+    if let Ok(mut file) = std::fs::OpenOptions::new()
+        .write(true)
+        .open("/proc/self/oom_score_adj")
+    {
+        let _ = file.write_all(b"-900");
+    }
+}

@@ -1,0 +1,162 @@
+//! The threads that fetch, of one store: what somebody waits for first, then what is fetched ahead.
+//! A store that does not answer holds up its own threads only.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::error::{Cause, StoreError};
+use crate::layer::{Layer, Run};
+
+pub const THREADS: usize = 16;
+const STACK_BYTES: usize = 256 << 10;
+const BACKOFF_FIRST: Duration = Duration::from_millis(50);
+const CORRUPT_TRIES: u32 = 2;
+const BACKOFF_MAX: Duration = Duration::from_secs(4);
+
+type Job = (Arc<Layer>, Run);
+
+#[derive(Default)]
+struct Queue {
+    wanted: VecDeque<Job>,
+    ahead: VecDeque<Arc<Layer>>,
+    later: BTreeMap<(Instant, u64), Job>,
+    number: u64,
+    ended: bool,
+}
+
+pub struct Pool {
+    queue: Mutex<Queue>,
+    changed: Condvar,
+    /// Called with each layer of which chunks were kept: the cache may have become too large.
+    grown: Box<dyn Fn() + Send + Sync>,
+}
+
+impl Pool {
+    pub fn start(grown: Box<dyn Fn() + Send + Sync>) -> std::io::Result<Arc<Pool>> {
+        let pool = Arc::new(Pool {
+            queue: Mutex::default(),
+            changed: Condvar::new(),
+            grown,
+        });
+        for _ in 0..THREADS {
+            let pool = Arc::clone(&pool);
+            std::thread::Builder::new()
+                .name("fetch".into())
+                .stack_size(STACK_BYTES)
+                .spawn(move || pool.work())?;
+        }
+        Ok(pool)
+    }
+
+    pub fn fetch(&self, layer: &Arc<Layer>, runs: Vec<Run>) {
+        if runs.is_empty() {
+            return;
+        }
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        for run in runs {
+            queue.wanted.push_back((Arc::clone(layer), run));
+            self.changed.notify_one();
+        }
+    }
+
+    /// The layer has something to be fetched ahead.
+    pub fn ahead(&self, layer: &Arc<Layer>) {
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        if !queue.ahead.iter().any(|known| Arc::ptr_eq(known, layer)) {
+            queue.ahead.push_back(Arc::clone(layer));
+            self.changed.notify_all();
+        }
+    }
+
+    /// Lets go of a layer; what is being fetched of it is still finished.
+    pub fn forget(&self, layer: &Arc<Layer>) {
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        queue.ahead.retain(|known| !Arc::ptr_eq(known, layer));
+    }
+
+    pub fn end(&self) {
+        self.queue
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .ended = true;
+        self.changed.notify_all();
+    }
+
+    fn work(&self) {
+        while let Some((layer, run)) = self.next() {
+            match layer.fetch(&run) {
+                Ok(good) => {
+                    layer.fetched(&run, &good);
+                    (self.grown)();
+                }
+                Err(error) => self.again(layer, run, error),
+            }
+        }
+    }
+
+    fn again(&self, layer: Arc<Layer>, mut run: Run, error: StoreError) {
+        // Nobody waits for what was fetched ahead: it is not tried again.
+        let given_up = match error.cause {
+            Cause::Corrupt => run.attempt >= CORRUPT_TRIES, // it was read whole: time does not mend it
+            _ => run.since.elapsed() >= layer.patience(),
+        };
+        if given_up || !layer.is_awaited(&run) {
+            layer.not_fetched(&run, error);
+            return;
+        }
+        if error.cause == Cause::Corrupt && run.chunks.len() > 1 {
+            // The others of its request are not to suffer from one that is broken.
+            let since = run.since;
+            let single = |chunk| Run {
+                chunks: chunk..chunk + 1,
+                attempt: 0,
+                since,
+            };
+            self.fetch(&layer, run.chunks.map(single).collect());
+            return;
+        }
+        let pause = (BACKOFF_FIRST * 2_u32.saturating_pow(run.attempt)).min(BACKOFF_MAX);
+        run.attempt += 1;
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        queue.number += 1;
+        let key = (Instant::now() + pause, queue.number);
+        queue.later.insert(key, (layer, run));
+        self.changed.notify_one();
+    }
+
+    fn next(&self) -> Option<Job> {
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if queue.ended {
+                return None;
+            }
+            let now = Instant::now();
+            let due = queue.later.first_key_value().map(|(key, _)| key.0);
+            if due.is_some_and(|due| due <= now) {
+                return queue.later.pop_first().map(|(_, job)| job);
+            }
+            if let Some(job) = queue.wanted.pop_front() {
+                return Some(job);
+            }
+            if let Some(layer) = queue.ahead.pop_front() {
+                if let Some(run) = layer.take_ahead() {
+                    queue.ahead.push_back(Arc::clone(&layer));
+                    return Some((layer, run));
+                }
+                continue;
+            }
+            queue = match due {
+                Some(due) => {
+                    let wait = due.saturating_duration_since(now);
+                    let waited = self.changed.wait_timeout(queue, wait);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => self
+                    .changed
+                    .wait(queue)
+                    .unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+    }
+}

@@ -1,0 +1,215 @@
+"""The node's end of `dsec-loader`: starts it where it does not run, speaks its protocol. Blocking; safe for threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from dsec.binaries import find_binary
+from dsec.core.errors import (
+    CapacityError,
+    DeadlineError,
+    HostError,
+    InvalidArgumentError,
+    NotFoundError,
+    ProtocolError,
+    UnavailableError,
+)
+from dsec.storage.locks import try_lock
+from dsec.wire import codec
+from dsec.wire.loader import (
+    MESSAGE_BYTES_MAX,
+    HelloAnswer,
+    HelloArgs,
+    LoaderFailure,
+    LoaderOp,
+    LoaderReply,
+    LoaderRequest,
+)
+
+T = TypeVar("T")
+
+_REQUEST_S: Final = 60.0
+_START_S: Final = 20.0
+_POLL_S: Final = 0.02
+_HELD: Final = 3  # its exit code when another one has the run directory
+
+
+class Loader:
+    """The loader of a run directory. It outlives us: sandboxes read through it."""
+
+    def __init__(self, run_dir: Path, cache_dir: Path, *, cache_bytes: int, binary: Path | None = None) -> None:
+        """`binary` is ours unless given. Nothing runs before the first request."""
+        self._run_dir = run_dir
+        self._cache_dir = cache_dir
+        self._binary = binary
+        self._cache_bytes = cache_bytes
+        self._mutex = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._next_id = 1
+
+    def request(self, op: LoaderOp, args: Any, answer: type[T]) -> T:
+        """Starts the loader if need be. Raises what it answers as a typed error, UnavailableError, DeadlineError."""
+        with self._mutex:
+            for last in (False, True):
+                try:
+                    link = self._connected()
+                    return self._exchange(link, op, args, answer)
+                except (ConnectionError, BrokenPipeError) as error:
+                    # Its worker went away under the request. All operations may be repeated.
+                    self._disconnect()
+                    if last:
+                        raise UnavailableError(f"the loader went away: {error}", retry_after_s=1.0) from error
+        raise AssertionError("unreachable")
+
+    def hello(self) -> HelloAnswer:
+        return self.request(LoaderOp.HELLO, HelloArgs(), HelloAnswer)
+
+    def is_running(self) -> bool:
+        """Whether one answers, without starting it."""
+        with self._mutex:
+            try:
+                if self._socket is None:
+                    self._socket = self._connect()
+            except OSError:
+                return False
+            return True
+
+    def close(self) -> None:
+        """Leave the loader running."""
+        with self._mutex:
+            self._disconnect()
+
+    def shutdown(self) -> None:
+        """End it: nothing may read through it any more. One that does not run is fine. Raises DeadlineError."""
+        deadline = time.monotonic() + _START_S
+        with self._mutex:
+            # Its worker may be dead at the moment, and another one about to take its place.
+            while self._is_held():
+                if time.monotonic() > deadline:
+                    raise DeadlineError(f"dsec-loader in {self._run_dir} does not end within {_START_S:g} s")
+                with contextlib.suppress(OSError):
+                    link = self._socket or self._connect()
+                    self._socket = link
+                    self._exchange(link, LoaderOp.SHUTDOWN, {}, dict)
+                self._disconnect()
+                time.sleep(_POLL_S)
+
+    def _is_held(self) -> bool:
+        """Whether a loader has the run directory: the lock says."""
+        try:
+            fd = os.open(self._run_dir / "loader.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+        try:
+            return not try_lock(fd, shared=True)
+        finally:
+            os.close(fd)
+
+    def _exchange(self, link: socket.socket, op: LoaderOp, args: Any, answer: type[T]) -> T:
+        message_id = self._next_id
+        self._next_id += 1
+        message = codec.pack(LoaderRequest(message_id, op.value, args))
+        if len(message) > MESSAGE_BYTES_MAX:
+            raise InvalidArgumentError(f"a request of {len(message)} bytes is too long for the loader")
+        try:
+            link.send(message)
+            data = link.recv(MESSAGE_BYTES_MAX)
+        except TimeoutError as error:
+            self._disconnect()
+            raise DeadlineError(f"the loader did not answer {op.value} within {_REQUEST_S:g} s") from error
+        if not data:
+            raise ConnectionResetError("end of the connection")
+        reply = codec.unpack(data, LoaderReply)
+        if reply.id != message_id:
+            self._disconnect()
+            raise ProtocolError(f"the loader answered request {reply.id} instead of {message_id}")
+        if reply.error is not None:
+            raise _error_of(op, reply.error)
+        try:
+            return msgspec.convert(reply.ok, answer)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"the loader's answer to {op.value} is not understood: {error}") from error
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None:
+            try:
+                self._socket = self._connect()
+            except OSError:
+                self._start()
+        assert self._socket is not None
+        return self._socket
+
+    def _connect(self) -> socket.socket:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            link.settimeout(_REQUEST_S)
+            link.connect(os.fspath(self._run_dir / "loader.sock"))
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _start(self) -> None:
+        """A process of its own session, with a log of its own; it runs on when we end."""
+        log = self._run_dir / "loader.log"
+        self._cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        words = [os.fspath(self._binary or find_binary("dsec-loader"))]
+        words += ["--run", os.fspath(self._run_dir), "--cache", os.fspath(self._cache_dir)]
+        words += ["--cache-bytes", str(self._cache_bytes)]
+        with log.open("wb") as output:
+            try:
+                done = subprocess.run(
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    cwd="/",
+                    timeout=_START_S,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired as error:
+                raise UnavailableError(f"dsec-loader did not serve within {_START_S:g} s", retry_after_s=5.0) from error
+        if done.returncode not in (0, _HELD):
+            said = log.read_text(errors="replace").strip()[-300:]
+            raise HostError(
+                f"dsec-loader does not start: {said or 'no message'}",
+                hint="layers of a store need FUSE; see `dsec doctor`",
+            )
+        self._socket = self._connect_soon()
+
+    def _connect_soon(self) -> socket.socket:
+        """A worker that takes the place of a dead one needs a moment."""
+        deadline = time.monotonic() + _START_S
+        while True:
+            try:
+                return self._connect()
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise UnavailableError(f"dsec-loader does not answer: {error}", retry_after_s=5.0) from error
+            time.sleep(_POLL_S)
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _error_of(op: LoaderOp, failure: LoaderFailure) -> Exception:
+    text = f"the loader refuses {op.value}: {failure.message}"
+    if failure.code == "not_found":
+        return NotFoundError(text)
+    if failure.code == "invalid":
+        return InvalidArgumentError(text)
+    if failure.code == "busy":
+        return CapacityError(text)
+    return HostError(text)

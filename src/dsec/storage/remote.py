@@ -1,0 +1,140 @@
+"""Layers of stores as the kernel mounts them: their data is a file that `dsec-loader` fills as it is read. Blocking."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from dsec.core.errors import DsecError, NotFoundError, StorageError
+from dsec.observe.logs import get_logger
+from dsec.storage.layers import LayerLocation
+from dsec.storage.loader import Loader
+from dsec.storage.store import format
+from dsec.storage.store.places import Location, Place, open_place
+from dsec.storage.store.publish import read_trace, write_trace
+from dsec.wire.loader import (
+    TRACE_CHUNKS_MAX,
+    AddAnswer,
+    AddArgs,
+    LayerArgs,
+    LayerStats,
+    LoaderOp,
+    PrefetchArgs,
+    SourceArgs,
+    StatsAnswer,
+    StatsArgs,
+    TraceAnswer,
+)
+
+_RENEW_BEFORE_S: Final = 24 * 3600.0  # a signed URL is renewed this long before it ends
+
+_log = get_logger("dsec.storage.remote")
+
+
+@dataclass(slots=True)
+class _Served:
+    path: str
+    expires_at: float | None
+
+
+class RemoteLayers:
+    """Serves layers through the loader; each once, however many environments have it."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self._mutex = threading.Lock()
+        self._served: dict[str, _Served] = {}
+        self._places: dict[str, Place] = {}
+
+    def serve(self, layer: LayerLocation) -> str:
+        """The file of the layer's data. Raises StorageError, UnavailableError (store or loader), HostError."""
+        assert layer.remote is not None
+        assert layer.index is not None
+        with self._mutex:
+            known = self._served.get(layer.digest)
+            if known is not None and not _ends_soon(known.expires_at) and Path(known.path).exists():
+                return known.path
+            place = self._place(layer.remote.store)
+            location = place.location(format.object_path("data", layer.digest))
+            args = AddArgs(
+                digest=layer.digest,
+                index=str(layer.index),
+                chunk_size=layer.remote.chunk_size,
+                size=layer.remote.size,
+                source=source_of(location),
+                trace=self._trace(place, layer.digest) if known is None else (),
+            )
+            path = self.loader.request(LoaderOp.ADD, args, AddAnswer).path
+            self._served[layer.digest] = _Served(path, location.expires_at)
+            return path
+
+    def stats(self, digest: str | None = None) -> StatsAnswer:
+        """Nothing is served: no layers, and the loader is not started for it."""
+        if not self.loader.is_running():
+            return StatsAnswer([], 0, 0)
+        return self.loader.request(LoaderOp.STATS, StatsArgs(digest), StatsAnswer)
+
+    def stats_of(self, digest: str) -> LayerStats:
+        """Raises NotFoundError while it is not served."""
+        layers = self.stats(digest).layers
+        if not layers:
+            raise NotFoundError(f"layer {digest[:12]} is not being loaded from a store")
+        return layers[0]
+
+    def prefetch(self, digest: str) -> None:
+        """All of a layer, in the background."""
+        self.loader.request(LoaderOp.PREFETCH, PrefetchArgs(digest=digest, whole=True), dict)
+
+    def record_trace(self, layer: LayerLocation) -> int:
+        """What has been wanted of it so far becomes the trace that others load first; how many chunks."""
+        assert layer.remote is not None
+        chunks = self.loader.request(LoaderOp.TRACE, LayerArgs(layer.digest), TraceAnswer).chunks
+        write_trace(self._place(layer.remote.store), layer.digest, layer.remote.chunk_size, chunks)
+        return len(chunks)
+
+    def forget(self, digest: str) -> None:
+        """No sandbox uses it any more. What is cached stays until the room is needed."""
+        with self._mutex:
+            self._served.pop(digest, None)
+            if self.loader.is_running():
+                self.loader.request(LoaderOp.REMOVE, LayerArgs(digest), dict)
+
+    def _place(self, url: str) -> Place:
+        if url not in self._places:
+            self._places[url] = open_place(url)
+        return self._places[url]
+
+    def _trace(self, place: Place, digest: str) -> tuple[int, ...]:
+        try:
+            return read_trace(place, digest)[:TRACE_CHUNKS_MAX]
+        except DsecError as error:
+            # It only makes things quick.
+            _log.warning("trace_not_read", layer=digest[:12], error=error.message)
+            return ()
+
+
+def source_of(location: Location) -> SourceArgs:
+    """For the loader, which is static and has no resolver: names become addresses here. Raises StorageError."""
+    if location.url is None:
+        return SourceArgs(path=location.path)
+    parts = urlsplit(location.url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise StorageError(f"the host of a store, {parts.hostname}, has no address: {error}") from error
+    addresses = dict.fromkeys(_with_port(str(entry[4][0]), port) for entry in found)
+    return SourceArgs(url=location.url, addresses=tuple(addresses))
+
+
+def _with_port(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _ends_soon(expires_at: float | None) -> bool:
+    return expires_at is not None and expires_at - time.time() < _RENEW_BEFORE_S

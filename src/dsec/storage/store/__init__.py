@@ -1,0 +1,1 @@
+"""Where layers are published, and loaded from on demand. `docs/internals/store.md` has the layout."""

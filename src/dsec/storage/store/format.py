@@ -1,0 +1,169 @@
+"""The records of a store, and the cutting of a blob into chunks that can be fetched one by one."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+import blake3
+import msgspec
+import zstandard
+
+from dsec.core import limits
+from dsec.core.errors import StorageError
+
+STORE_VERSION: Final = 1
+CHUNK_BYTES: Final = 256 << 10
+_LEVEL: Final = 3
+_RECORD: Final = struct.Struct("<QII32s")  # as native/loader/src/index.rs reads it
+_THREADS: Final = 4
+_AHEAD: Final = 32  # chunks in memory while they are compressed
+
+
+class StoreRecord(msgspec.Struct, frozen=True):
+    """`dsec-store.json`: what makes a place a store."""
+
+    version: int = STORE_VERSION
+
+
+class ObjectRef(msgspec.Struct, frozen=True, kw_only=True):
+    """An object kept compressed by zstd, named by the sha256 of what is in it."""
+
+    sha256: str
+    size: int
+    stored: int
+
+
+class BlobRef(msgspec.Struct, frozen=True, kw_only=True):
+    """The data of a layer: `size` bytes in chunks of `chunk_size`, of which `stored` bytes lie in the data object."""
+
+    size: int
+    chunk_size: int
+    stored: int
+    index: ObjectRef
+
+
+class LayerManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """`layers/…/<digest>.json`: published last, so whoever sees it finds the rest. Readers ignore unknown fields."""
+
+    version: int = STORE_VERSION
+    digest: str
+    entries: int
+    created_at: float
+    meta: ObjectRef
+    blob: BlobRef | None = None  # None: a layer without content
+
+
+class TraceRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`traces/<digest>.json`: chunks in the order in which a real use wanted them."""
+
+    version: int = STORE_VERSION
+    digest: str
+    chunk_size: int
+    chunks: tuple[int, ...]
+
+
+def manifest_path(digest: str) -> str:
+    return f"layers/{digest[:2]}/{digest}.json"
+
+
+def object_path(kind: str, name: str) -> str:
+    """`kind` is "meta" or "index" with a sha256, or "data" with a layer's digest."""
+    return f"{kind}/{name[:2]}/{name}"
+
+
+def trace_path(digest: str) -> str:
+    return f"traces/{digest}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What cutting a blob led to."""
+
+    index: bytes
+    stored: int
+
+
+def cut(blob: Path, data: IO[bytes]) -> Cut:
+    """Write the chunks of `blob`, each compressed by itself, to `data`; holes take no room.
+
+    Memory is bounded whatever the size. Raises StorageError when the blob cannot be read.
+    """
+    records: list[bytes] = []
+    offset = 0
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for raw_size, digest, stored in _in_order(pool, _chunks(blob)):
+            records.append(_RECORD.pack(offset if stored else 0, len(stored), raw_size, digest))
+            data.write(stored)
+            offset += len(stored)
+    return Cut(b"".join(records), offset)
+
+
+def _chunks(blob: Path) -> Iterator[bytes]:
+    try:
+        with blob.open("rb", buffering=0) as file:
+            while chunk := _read_full(file):
+                yield chunk
+    except OSError as error:
+        raise StorageError(f"cannot read {blob.name}: {error.strerror}") from error
+
+
+def _read_full(file: IO[bytes]) -> bytes:
+    parts = []
+    need = CHUNK_BYTES
+    while need and (part := file.read(need)):
+        parts.append(part)
+        need -= len(part)
+    return b"".join(parts)
+
+
+def _in_order(pool: ThreadPoolExecutor, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes, bytes]]:
+    waiting: list[Future[tuple[int, bytes, bytes]]] = []
+    for chunk in chunks:
+        waiting.append(pool.submit(_pack, chunk))
+        if len(waiting) >= _AHEAD:
+            yield waiting.pop(0).result()
+    for future in waiting:
+        yield future.result()
+
+
+def _pack(raw: bytes) -> tuple[int, bytes, bytes]:
+    digest = blake3.blake3(raw).digest()
+    if raw.count(0) == len(raw):
+        return len(raw), digest, b""
+    packed = zstandard.ZstdCompressor(level=_LEVEL).compress(raw)
+    # As many bytes as the chunk has: it is kept as it is.
+    return len(raw), digest, packed if len(packed) < len(raw) else raw
+
+
+def pack_object(raw: bytes) -> tuple[ObjectRef, bytes]:
+    packed = zstandard.ZstdCompressor(level=_LEVEL).compress(raw)
+    return ObjectRef(sha256=hashlib.sha256(raw).hexdigest(), size=len(raw), stored=len(packed)), packed
+
+
+def unpack_object(ref: ObjectRef, packed: bytes) -> bytes:
+    """The content, checked against its name. Raises StorageError, also when it would be larger than it says."""
+    if ref.size > limits.STORE_OBJECT_BYTES_MAX:
+        raise StorageError(f"an object of {ref.size} bytes is larger than the {limits.STORE_OBJECT_BYTES_MAX} we take")
+    try:
+        raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=ref.size)
+    except zstandard.ZstdError as error:
+        raise StorageError(f"object {ref.sha256[:12]} of the store cannot be unpacked: {error}") from error
+    if len(raw) != ref.size or hashlib.sha256(raw).hexdigest() != ref.sha256:
+        raise StorageError(f"object {ref.sha256[:12]} of the store is not what was published")
+    return raw
+
+
+def index_chunks(size: int, chunk_size: int) -> int:
+    return -(-size // chunk_size)
+
+
+def check_index(index: bytes, blob: BlobRef) -> None:
+    """Raises StorageError when an index cannot be that of the blob; the loader checks each record."""
+    if len(index) != index_chunks(blob.size, blob.chunk_size) * _RECORD.size:
+        raise StorageError("the index of a layer does not fit its blob")

@@ -1,0 +1,137 @@
+"""Layers to a store, and from it: their metadata whole, their data to be read chunk by chunk later."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from dsec.core.errors import NotFoundError, StorageError, UnsupportedError
+from dsec.storage.layers import (
+    INDEX_NAME,
+    META_NAME,
+    LayerKind,
+    LayerLocation,
+    LayerRecord,
+    LayerStore,
+    RemoteBlob,
+    write_synced,
+)
+from dsec.storage.store import format
+from dsec.storage.store.places import Place
+from dsec.wire import codec
+
+
+def require_store(place: Place, *, make: bool = False) -> None:
+    """Raises NotFoundError when there is no store (with `make` it is made), StorageError for one of another kind."""
+    try:
+        record = codec.from_json(place.get("dsec-store.json"), format.StoreRecord)
+    except NotFoundError:
+        if not make:
+            raise NotFoundError(f"{place.url} is not a store", hint="make it by publishing to it") from None
+        place.put("dsec-store.json", codec.to_json(format.StoreRecord()))
+        return
+    if record.version != format.STORE_VERSION:
+        raise StorageError(f"{place.url} is a store of version {record.version}; this is {format.STORE_VERSION}")
+
+
+def is_published(place: Place, digest: str) -> bool:
+    try:
+        place.size(format.manifest_path(digest))
+    except NotFoundError:
+        return False
+    return True
+
+
+def publish_layer(layers: LayerStore, digest: str, place: Place) -> format.LayerManifest:
+    """Put a local layer into a store, data first and manifest last; there already is success.
+
+    Raises UnsupportedError for a layer that is kept as a directory, and what the store raises.
+    """
+    require_store(place, make=True)
+    if is_published(place, digest):
+        return read_manifest(place, digest)
+    layer = layers.get(digest)
+    if layer.kind is not LayerKind.EROFS or layer.remote is not None:
+        raise UnsupportedError(
+            f"layer {digest[:12]} is no local image and cannot be published",
+            hint="it needs EROFS images: see `dsec doctor`",
+        )
+    record = layers.record(digest)
+    blob = _publish_blob(digest, layer.blob, place) if layer.blob is not None else None
+    meta, packed = format.pack_object(layer.meta.read_bytes())
+    place.put(format.object_path("meta", meta.sha256), packed)
+    manifest = format.LayerManifest(
+        digest=digest, entries=record.entries, created_at=record.created_at, meta=meta, blob=blob
+    )
+    place.put(format.manifest_path(digest), codec.to_json(manifest))
+    return manifest
+
+
+def _publish_blob(digest: str, blob: Path, place: Place) -> format.BlobRef | None:
+    size = blob.stat().st_size
+    if size == 0:
+        return None
+    with tempfile.NamedTemporaryFile(prefix="dsec-data-", dir=blob.parent.parent.parent / "staging") as data:
+        cut = format.cut(blob, data.file)
+        data.file.flush()
+        place.put_file(format.object_path("data", digest), Path(data.name))
+    index, packed = format.pack_object(cut.index)
+    place.put(format.object_path("index", index.sha256), packed)
+    return format.BlobRef(size=size, chunk_size=format.CHUNK_BYTES, stored=cut.stored, index=index)
+
+
+def read_manifest(place: Place, digest: str) -> format.LayerManifest:
+    """Raises NotFoundError, or StorageError when it is not of this layer."""
+    manifest = codec.from_json(place.get(format.manifest_path(digest)), format.LayerManifest)
+    if manifest.digest != digest or manifest.version != format.STORE_VERSION:
+        raise StorageError(f"the store {place.url} has another layer, or another version, under {digest[:12]}")
+    return manifest
+
+
+def attach_layer(layers: LayerStore, digest: str, place: Place) -> LayerLocation:
+    """Make a layer of a store usable here: metadata and index are fetched and checked, its data is not.
+
+    A layer that is here already, of any kind, is success.
+    """
+    try:
+        return layers.get(digest)
+    except NotFoundError:
+        pass
+    manifest = read_manifest(place, digest)
+    with layers.staging() as work:
+        staged = work / "layer"
+        staged.mkdir()
+        meta = format.unpack_object(manifest.meta, place.get(format.object_path("meta", manifest.meta.sha256)))
+        write_synced(staged / META_NAME, meta)
+        remote = None
+        size_bytes = len(meta)
+        if (blob := manifest.blob) is not None:
+            index = format.unpack_object(blob.index, place.get(format.object_path("index", blob.index.sha256)))
+            format.check_index(index, blob)
+            write_synced(staged / INDEX_NAME, index)
+            size_bytes += len(index)
+            remote = RemoteBlob(store=place.url, size=blob.size, chunk_size=blob.chunk_size, stored=blob.stored)
+        record = LayerRecord(
+            digest=digest,
+            kind=LayerKind.EROFS,
+            size_bytes=size_bytes,
+            entries=manifest.entries,
+            created_at=manifest.created_at,
+            remote=remote,
+        )
+        with layers.publishing():
+            return layers.publish(staged, record)
+
+
+def read_trace(place: Place, digest: str) -> tuple[int, ...]:
+    """What a use of this layer wanted before, in order; empty when nobody has recorded one."""
+    try:
+        record = codec.from_json(place.get(format.trace_path(digest)), format.TraceRecord)
+    except NotFoundError:
+        return ()
+    return record.chunks if record.digest == digest else ()
+
+
+def write_trace(place: Place, digest: str, chunk_size: int, chunks: tuple[int, ...]) -> None:
+    record = format.TraceRecord(digest=digest, chunk_size=chunk_size, chunks=chunks)
+    place.put(format.trace_path(digest), codec.to_json(record))

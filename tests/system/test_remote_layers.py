@@ -1,0 +1,233 @@
+"""Layers of a store are mounted at once and read chunk by chunk: what fails on the way never shows as content."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dsec.core.errors import NotFoundError, StorageError
+from dsec.image.make import make_layer
+from dsec.storage.layers import LayerKind, LayerLocation, LayerStore
+from dsec.storage.loader import Loader
+from dsec.storage.mounts import mount_erofs
+from dsec.storage.remote import RemoteLayers
+from dsec.storage.store.places import DirectoryPlace
+from dsec.storage.store.publish import attach_layer, publish_layer, read_trace
+from dsec.wire.loader import EvictAnswer, EvictArgs, LoaderOp
+
+pytestmark = pytest.mark.root
+
+FILE_BYTES = 3 << 20
+FILES = 8
+DEADLINE_S = 60.0
+
+
+def content(number: int) -> bytes:
+    return hashlib.shake_128(b"%d" % number).digest(FILE_BYTES // 2) + b"words " * (FILE_BYTES // 12)
+
+
+class Site:
+    """A layer that was published to a store in a directory, and a node that has it from there."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = DirectoryPlace(root / "store")
+        builder = LayerStore(root / "builder")
+        tree = root / "tree"
+        tree.mkdir()
+        for number in range(FILES):
+            (tree / f"file{number}").write_bytes(content(number))
+        with builder.staging() as work, make_layer(builder, tree, work, lambda event: None) as held:
+            self.digest = held.digests[0]
+        if builder.get(self.digest).kind is not LayerKind.EROFS:
+            pytest.skip("this host makes no EROFS images")
+        publish_layer(builder, self.digest, self.store)
+        self.layers = LayerStore(root / "node")
+        (root / "run").mkdir()
+        self.loader = Loader(root / "run", root / "cache", cache_bytes=1 << 30)
+        self.remote = RemoteLayers(self.loader)
+        self.data = root / "store" / "data" / self.digest[:2] / self.digest
+
+    def attach(self) -> LayerLocation:
+        return attach_layer(self.layers, self.digest, self.store)
+
+    def mount(self) -> int:
+        layer = self.attach()
+        return mount_erofs(layer.meta, Path(self.remote.serve(layer)))
+
+    def forget_everything(self) -> None:
+        """Chunks leave the loader's cache and the kernel's."""
+        self.loader.request(LoaderOp.EVICT, EvictArgs(1 << 40), EvictAnswer)
+        drop_page_cache()
+
+
+def drop_page_cache() -> None:
+    Path("/proc/sys/vm/drop_caches").write_text("1")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    if not Path("/dev/fuse").exists():
+        pytest.skip("this host has no FUSE")
+    site = Site(tmp_path)
+    yield site
+    site.loader.shutdown()
+    until(lambda: str(tmp_path) not in Path("/proc/mounts").read_text())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.02)
+
+
+def read(top: int, number: int) -> bytes:
+    fd = os.open(f"file{number}", os.O_RDONLY, dir_fd=top)
+    with os.fdopen(fd, "rb") as file:
+        return file.read()
+
+
+def test_only_what_is_read_is_fetched_and_it_is_right(site: Site) -> None:
+    top = site.mount()
+    try:
+        before = site.remote.stats_of(site.digest)
+        assert read(top, 3) == content(3)
+        stats = site.remote.stats_of(site.digest)
+        assert before.fetched_bytes < stats.fetched_bytes < stats.size // 2
+        assert [read(top, number) for number in range(FILES)] == [content(number) for number in range(FILES)]
+    finally:
+        os.close(top)
+    assert site.layers.record(site.digest).size_bytes < FILE_BYTES
+
+
+def test_a_trace_is_fetched_before_anybody_asks(site: Site) -> None:
+    top = site.mount()
+    read(top, 5)
+    os.close(top)
+    recorded = site.remote.record_trace(site.attach())
+    site.remote.forget(site.digest)
+    site.forget_everything()
+
+    site.remote.serve(site.attach())
+
+    assert len(read_trace(site.store, site.digest)) == recorded > 0
+    until(lambda: site.remote.stats_of(site.digest).present >= recorded)
+    assert site.remote.stats_of(site.digest).misses == 0
+
+
+def test_kill_9_of_the_worker_under_reads_loses_nothing(site: Site) -> None:
+    top = site.mount()
+    wrong: list[int] = []
+
+    def reader(number: int) -> None:
+        for _ in range(4):
+            drop_page_cache()
+            if read(top, number) != content(number):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=reader, args=(number,)) for number in range(FILES)]
+    if not site.loader.hello().resends:
+        pytest.skip("this kernel does not ask again what a dead worker was asked")
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(3):
+            os.kill(site.loader.hello().pid, signal.SIGKILL)
+            until(site.loader.is_running)
+        for thread in threads:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+    finally:
+        os.close(top)
+    assert wrong == []
+
+
+def test_a_chunk_that_was_changed_in_the_store_is_an_error_and_never_content(site: Site) -> None:
+    original = site.data.read_bytes()
+    site.data.write_bytes(original[: len(original) // 2] + bytes(len(original) - len(original) // 2))
+    top = site.mount()
+    site.remote.loader.hello()
+    try:
+        outcomes = set()
+        for number in (0, FILES - 1):
+            try:
+                outcomes.add(read(top, number) == content(number))
+            except OSError as error:
+                outcomes.add(error.errno == 5)
+        assert outcomes == {True}
+        assert site.remote.stats_of(site.digest).corrupt > 0
+
+        site.data.write_bytes(original)
+        assert [read(top, number) for number in range(FILES)] == [content(number) for number in range(FILES)]
+    finally:
+        os.close(top)
+
+
+def test_a_cache_that_was_damaged_while_nobody_ran_is_found_out(site: Site) -> None:
+    top = site.mount()
+    read(top, 2)
+    os.close(top)
+    cached = next((site.data.parent.parent.parent.parent / "cache").glob("*/data"))
+    os.kill(site.loader.hello().pid, signal.SIGKILL)
+    with cached.open("r+b") as file:
+        file.write(b"\xff" * (4 << 20))
+    until(site.loader.is_running)
+    drop_page_cache()
+
+    top = site.mount()
+    try:
+        assert [read(top, number) for number in range(FILES)] == [content(number) for number in range(FILES)]
+    finally:
+        os.close(top)
+
+
+def test_a_store_that_goes_away_and_comes_back_is_waited_for(site: Site) -> None:
+    top = site.mount()
+    site.forget_everything()
+    away = site.data.with_name("away")
+    site.data.rename(away)
+    threading.Timer(1.5, lambda: away.rename(site.data)).start()
+    try:
+        assert read(top, 1) == content(1)
+    finally:
+        os.close(top)
+    assert site.remote.stats_of(site.digest).waiting == 0
+
+
+def test_the_cache_keeps_within_its_bound(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    loader = Loader(tmp_path / "small", tmp_path / "small-cache", cache_bytes=4 << 20)
+    remote = RemoteLayers(loader)
+    layer = site.attach()
+    try:
+        top = mount_erofs(layer.meta, Path(remote.serve(layer)))
+        for number in range(FILES):
+            assert read(top, number) == content(number)
+        os.close(top)
+        stats = remote.stats()
+        assert stats.cache_bytes <= 8 << 20  # one run of chunks may come on top
+        assert stats.layers[0].evicted_bytes > 0
+    finally:
+        loader.shutdown()
+
+
+def test_a_layer_that_a_store_lacks_or_garbles_is_not_attached(site: Site) -> None:
+    with pytest.raises(NotFoundError):
+        attach_layer(site.layers, "ab" * 32, site.store)
+    for kind in ("meta", "index"):
+        (name,) = site.store.names(kind)
+        good = site.store.get(name)
+        site.store.put(name, good[:-1])
+        with pytest.raises(StorageError):
+            site.attach()
+        site.store.put(name, good)
+
+    assert site.layers.digests() == []
+    assert site.attach().digest == site.digest

@@ -1,0 +1,66 @@
+"""A blob is cut into chunks that can be fetched one by one and checked."""
+
+from __future__ import annotations
+
+import io
+import struct
+from pathlib import Path
+
+import blake3
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsec.core.errors import StorageError
+from dsec.storage.store import format
+
+
+def pieces(index: bytes) -> list[tuple[int, int, int, bytes]]:
+    return list(struct.iter_unpack("<QII32s", index))
+
+
+@given(st.lists(st.sampled_from(["zeros", "text", "noise"]), max_size=6), st.integers(0, 5000))
+def test_chunks_together_are_the_blob(tmp_path_factory: pytest.TempPathFactory, kinds: list[str], tail: int) -> None:
+    size = format.CHUNK_BYTES
+    noise = blake3.blake3(b"seed").digest(length=size)
+    content = {"zeros": bytes(size), "text": (b"words " * size)[:size], "noise": noise}
+    blob = b"".join(content[kind] for kind in kinds) + b"t" * tail
+    path = tmp_path_factory.mktemp("blob") / "data.blob"
+    path.write_bytes(blob)
+    data = io.BytesIO()
+
+    cut = format.cut(path, data)
+
+    found = b""
+    for offset, stored, raw, digest in pieces(cut.index):
+        packed = data.getvalue()[offset : offset + stored]
+        chunk = bytes(raw) if stored == 0 else packed
+        if 0 < stored < raw:
+            chunk = zstandard.ZstdDecompressor().decompress(packed)
+        assert blake3.blake3(chunk).digest() == digest
+        found += chunk
+    assert found == blob
+    assert cut.stored == len(data.getvalue())
+
+
+def test_an_object_that_is_not_what_its_name_says_is_refused() -> None:
+    ref, packed = format.pack_object(b"metadata" * 1000)
+    other, other_packed = format.pack_object(b"others")
+
+    assert format.unpack_object(ref, packed) == b"metadata" * 1000
+    for wrong in (other_packed, packed[:-1], b"", b"\0" * 50):
+        with pytest.raises(StorageError):
+            format.unpack_object(ref, wrong)
+    bomb = zstandard.ZstdCompressor().compress(bytes(50_000_000))
+    with pytest.raises(StorageError):
+        format.unpack_object(other, bomb)
+
+
+def test_an_index_of_another_blob_is_refused(tmp_path: Path) -> None:
+    ref, _ = format.pack_object(b"")
+    blob = format.BlobRef(size=300_000, chunk_size=format.CHUNK_BYTES, stored=1, index=ref)
+
+    format.check_index(bytes(96), blob)
+    with pytest.raises(StorageError):
+        format.check_index(bytes(48), blob)
