@@ -66,8 +66,12 @@ if TYPE_CHECKING:
     from dsec.wire.environments import DebianSource as DebianSource
     from dsec.wire.environments import DirectorySource as DirectorySource
     from dsec.wire.environments import EnvironmentInfo as EnvironmentInfo
+    from dsec.wire.environments import EnvironmentStats as EnvironmentStats
+    from dsec.wire.environments import EnvironmentTrace as EnvironmentTrace
+    from dsec.wire.environments import LayerUse as LayerUse
     from dsec.wire.environments import OciSource as OciSource
     from dsec.wire.environments import Ownership as Ownership
+    from dsec.wire.environments import StoreSource as StoreSource
     from dsec.wire.environments import TarSource as TarSource
     from dsec.wire.records import ExecInfo as ExecInfo
     from dsec.wire.records import FileInfo as FileInfo
@@ -104,6 +108,8 @@ _NAMES: Final[dict[str, str]] = {
     "DsecError": "dsec.core.errors",
     "Environment": "dsec.core.spec",
     "EnvironmentInfo": "dsec.wire.environments",
+    "EnvironmentStats": "dsec.wire.environments",
+    "EnvironmentTrace": "dsec.wire.environments",
     "Environments": "dsec.sdk.sync",
     "ExecInfo": "dsec.wire.records",
     "ExecResult": "dsec.sdk.results",
@@ -111,6 +117,7 @@ _NAMES: Final[dict[str, str]] = {
     "FileInfo": "dsec.wire.records",
     "Files": "dsec.sdk.sync",
     "Gap": "dsec.wire.records",
+    "LayerUse": "dsec.wire.environments",
     "Metrics": "dsec.wire.records",
     "OciSource": "dsec.wire.environments",
     "Ownership": "dsec.wire.environments",
@@ -121,6 +128,7 @@ _NAMES: Final[dict[str, str]] = {
     "SandboxInfo": "dsec.wire.records:Sandbox",
     "Session": "dsec.sdk.sync",
     "SessionInfo": "dsec.wire.records",
+    "StoreSource": "dsec.wire.environments",
     "TarSource": "dsec.wire.environments",
     "Tokens": "dsec.sdk.sync",
     "Transfer": "dsec.sdk.transfer",

@@ -13,7 +13,15 @@ from dsec.core.errors import IdempotencyError, PathNotFoundError, SandboxNotFoun
 from dsec.core.ids import NodeId, new_sandbox_id
 from dsec.wire import agent
 from dsec.wire.codec import pack, unpack
-from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo, EnvironmentPage
+from dsec.wire.environments import (
+    BuildEvent,
+    BuildRequest,
+    EnvironmentInfo,
+    EnvironmentPage,
+    EnvironmentStats,
+    EnvironmentTrace,
+    PushRequest,
+)
 from dsec.wire.frames import Channel, Frame, FrameType, data_of, encode_data
 from dsec.wire.node import (
     AGENT_ARGS,
@@ -244,6 +252,12 @@ class NodeDouble:
     async def _environment_remove(self, body: bytes, caller: Caller, key: str | None) -> Done:
         return Done()
 
+    async def _environment_stats(self, body: bytes, caller: Caller, key: str | None) -> EnvironmentStats:
+        return EnvironmentStats(name=msgspec.msgpack.decode(body)["name"], layers=())
+
+    async def _environment_trace(self, body: bytes, caller: Caller, key: str | None) -> EnvironmentTrace:
+        return EnvironmentTrace(name=msgspec.msgpack.decode(body)["name"], layers=())
+
     # ---- files -----------------------------------------------------------------------------------
 
     def _file(self, method: Method, body: bytes, caller: Caller) -> Any:
@@ -361,6 +375,12 @@ class NodeDouble:
         await stream.send(Frame(FrameType.EVENT, 0, pack(BuildEvent(kind="progress", stage="resolve"))))
         if error := self.fail.get(Method.ENVIRONMENT_GET):
             raise error
+        await stream.send(Frame(FrameType.END, 0, pack(_environment(request.name))))
+
+    async def _stream_environment_push(self, body: bytes, stream: Stream, caller: Caller) -> None:
+        request = unpack(body, PushRequest)
+        self.args.append((Method.ENVIRONMENT_PUSH, request))
+        await stream.send(Frame(FrameType.EVENT, 0, pack(BuildEvent(kind="progress", stage="push"))))
         await stream.send(Frame(FrameType.END, 0, pack(_environment(request.name))))
 
     async def _send(self, stream: Stream, frame: Frame) -> None:

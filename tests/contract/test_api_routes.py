@@ -411,6 +411,17 @@ async def test_a_build_tells_its_story_and_its_end(api: Served, node: NodeDouble
     assert (bad[-1]["kind"], bad[-1]["error"]["code"]) == ("error", "storage")
 
 
+async def test_a_push_tells_its_story_and_takes_only_stores(api: Served, node: NodeDouble) -> None:
+    async with api.local.post("/v1/environments/base:push", json={"store": "s3://layers/prod"}) as answer:
+        lines = [json.loads(line) for line in (await answer.read()).splitlines()]
+    async with api.local.post("/v1/environments/base:push", json={"store": "s3://key:secret@layers"}) as answer:
+        refused = answer.status
+
+    assert [line["kind"] for line in lines] == ["progress", "done"]
+    assert refused == 400
+    assert [args.store for method, args in node.args if method == Method.ENVIRONMENT_PUSH] == ["s3://layers/prod"]
+
+
 async def test_sessions_environments_doctor_and_metrics_answer(api: Served, node: NodeDouble) -> None:
     sandbox = node.add()
     for method, path, body in (
@@ -422,6 +433,8 @@ async def test_sessions_environments_doctor_and_metrics_answer(api: Served, node
         ("GET", f"/v1/sandboxes/{sandbox.id}/execs", None),
         ("GET", "/v1/environments", None),
         ("GET", "/v1/environments/base", None),
+        ("GET", "/v1/environments/base/stats", None),
+        ("POST", "/v1/environments/base:trace", None),
         ("DELETE", "/v1/environments/base", None),
         ("GET", "/v1/doctor", None),
     ):

@@ -40,6 +40,9 @@ NO_SANDBOX = {
     Method.ENVIRONMENT_GET,
     Method.ENVIRONMENT_REMOVE,
     Method.ENVIRONMENT_BUILD,
+    Method.ENVIRONMENT_PUSH,
+    Method.ENVIRONMENT_STATS,
+    Method.ENVIRONMENT_TRACE,
 }
 _FILE_ARGS: dict[type, Any] = {
     agent.PathArgs: agent.PathArgs(path=b"/tmp"),

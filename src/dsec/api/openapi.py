@@ -103,7 +103,7 @@ def _path_parameters(route: Route) -> list[dict[str, Any]]:
     found = []
     for segment in route.path.split("/"):
         if segment.startswith("{"):
-            name = segment[1:-1]
+            name = segment[1:].partition("}")[0]
             doc, pattern = _SEGMENTS[name]
             schema = {"type": "string", "pattern": pattern}
             found.append({"name": name, "in": "path", "required": True, "description": doc, "schema": schema})

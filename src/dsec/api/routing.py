@@ -53,6 +53,7 @@ class Found:
 class _Level:
     fixed: dict[str, _Level] = field(default_factory=dict)
     named: _Level | None = None
+    verbs: dict[str, _Level] = field(default_factory=dict)  # of `{name}:verb`; no name of ours has a colon
     routes: dict[str, tuple[Route, tuple[str, ...]]] = field(default_factory=dict)
 
 
@@ -71,8 +72,11 @@ class RouteTable:
             segment = text_of(unquote(raw), "the path")
             following = level.fixed.get(segment)
             if following is None:
-                following = level.named if segment else None
-                values.append(segment)
+                name, _, verb = segment.rpartition(":")
+                following = level.verbs.get(verb) if name else None
+                if following is None:
+                    name, following = segment, level.named if segment else None
+                values.append(name)
             if following is None:
                 raise _not_found(raw_path)
             level = following
@@ -90,9 +94,13 @@ class RouteTable:
         names = []
         for segment in route.path.split("/")[1:]:
             if segment.startswith("{"):
-                names.append(segment[1:-1])
-                level.named = level.named or _Level()
-                level = level.named
+                name, _, verb = segment[1:].partition("}")
+                names.append(name)
+                if verb:
+                    level = level.verbs.setdefault(verb[1:], _Level())
+                else:
+                    level.named = level.named or _Level()
+                    level = level.named
             else:
                 level = level.fixed.setdefault(segment, _Level())
         if route.method in level.routes:

@@ -42,17 +42,28 @@ def build(
     reference: Annotated[
         str | None, typer.Option(metavar="REF", help="With --oci: which image.", show_default=False)
     ] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="URL", help="From a store that it was pushed to.", show_default=False)
+    ] = None,
+    environment: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --store: its name there.", show_default=False)
+    ] = None,
     owner: Annotated[str, typer.Option(metavar="HOW", help="keep, squash or root: whose the files become.")] = "keep",
     replace: Annotated[bool, typer.Option("--replace", help="Give the name to other content.")] = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Build even what was built before.")] = False,
     json: Json = False,
 ) -> None:
-    """Build an environment. Exactly one of --debian, --directory, --tar and --oci."""
-    if sum((debian, directory is not None, tar is not None, oci is not None)) != 1:
-        raise typer.BadParameter("give exactly one of --debian, --directory, --tar and --oci")
+    """Build an environment. Exactly one of --debian, --directory, --tar, --oci and --store."""
+    if sum((debian, directory is not None, tar is not None, oci is not None, store is not None)) != 1:
+        raise typer.BadParameter("give exactly one of --debian, --directory, --tar, --oci and --store")
     if packages and not debian:
         raise typer.BadParameter("packages go with --debian")
-    source = _source(packages or [], suite, directory, tar, oci, reference, owner)
+    if environment is not None and store is None:
+        raise typer.BadParameter("--environment goes with --store")
+    if store is not None:
+        source = _stored(store, environment or name)
+    else:
+        source = _source(packages or [], suite, directory, tar, oci, reference, owner)
 
     async def work() -> None:
         async with client() as c:
@@ -94,8 +105,14 @@ def _source(
     return DebianSource(packages=tuple(packages) or BASE_PACKAGES, suite=suite)
 
 
+def _stored(url: str, environment: str) -> BuildSource:
+    from dsec.wire.environments import StoreSource
+
+    return StoreSource(url=url, environment=environment)
+
+
 class _Progress:
-    """A build's story on stderr: one moving line on a terminal, a line each elsewhere, nothing with --json."""
+    """The story of a build or push on stderr: one moving line on a terminal, a line each elsewhere; not with --json."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -162,6 +179,67 @@ def show(name: Name, json: Json = False) -> None:
     run_async(work())
 
 
+def push(
+    name: Name,
+    store: Annotated[str, typer.Argument(metavar="STORE", help="file:///directory, or s3://bucket/prefix.")],
+    json: Json = False,
+) -> None:
+    """Put an environment into a store, for other nodes to build from."""
+
+    async def work() -> None:
+        async with client() as c:
+            with _Progress() as progress:
+                info = await c.environments.push(name, store, on_event=progress.hear)
+        if settings.json:
+            put_json(info)
+        else:
+            print(info.name)
+
+    run_async(work())
+
+
+def stats(name: Name, json: Json = False) -> None:
+    """Show how much of an environment has been loaded from its store."""
+    from dsec.core.units import format_size
+
+    async def work() -> None:
+        async with client() as c:
+            found = await c.environments.stats(name)
+        if settings.json:
+            put_json(found)
+            return
+        rows = [
+            (
+                layer.digest[:12],
+                *map(format_size, (layer.size_bytes, layer.present_bytes, layer.touched_bytes, layer.fetched_bytes)),
+                *map(str, (layer.hits, layer.misses, layer.errors)),
+                layer.store or "local",
+            )
+            for layer in found.layers
+        ]
+        table(("LAYER", "SIZE", "PRESENT", "TOUCHED", "FETCHED", "HITS", "MISSES", "ERRORS", "STORE"), rows)
+        for layer in found.layers:
+            if layer.failure is not None:
+                say(clean(f"layer {layer.digest[:12]}: {layer.failure.cause}: {layer.failure.detail}"))
+
+    run_async(work())
+
+
+def trace(name: Name, json: Json = False) -> None:
+    """Record in the store what has been read of an environment, for other nodes to load first."""
+
+    async def work() -> None:
+        async with client() as c:
+            found = await c.environments.trace(name)
+        if settings.json:
+            put_json(found)
+            return
+        for layer in found.layers:
+            print(f"{layer.digest[:12]}: {layer.chunks} chunks")
+
+    run_async(work())
+
+
 def rm(
     names: Annotated[
         list[str], typer.Argument(metavar="NAME…", help="Of environments.", autocompletion=complete_environment)
@@ -185,4 +263,7 @@ def rm(
 command(app, build, of="env")
 command(app, list_, "ls", of="env")
 command(app, show, of="env")
+command(app, push, of="env")
+command(app, stats, of="env")
+command(app, trace, of="env")
 command(app, rm, of="env")

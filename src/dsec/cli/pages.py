@@ -153,18 +153,44 @@ PAGES: Final[dict[str, Page]] = {
         "bytes, entries, and skipped: a list of names with reasons",
     ),
     "env build": Page(
-        "Exactly one of --debian, --directory, --tar and --oci says what from. Paths are read by the service. The same "
-        "request again is done at once. Needs the right admin.",
+        "Exactly one of --debian, --directory, --tar, --oci and --store says what from. Paths are read by the service. "
+        "The same request again is done at once. Needs the right admin.",
         (
             ("dsec env build base --debian", "the usual one: Python, git, bash, build tools"),
             ("dsec env build tools --debian bash ripgrep", "named packages and what they need"),
             ("dsec env build image --oci ./layout", "an OCI image layout directory"),
+            (
+                "dsec env build tools --store https://images.example/layers",
+                "pushed by another node; loaded as it is read",
+            ),
         ),
         "an EnvironmentInfo record",
     ),
     "env ls": Page("", (("dsec env ls", "what sandboxes may start from"),), "a list of EnvironmentInfo records"),
     "env show": Page("", (("dsec env show base", "size, layers, program and user"),), "an EnvironmentInfo record"),
     "env rm": Page("", (("dsec env rm tools", "the name, and layers that nothing uses"),), "removed: a list of names"),
+    "env push": Page(
+        "Other nodes build from it with `dsec env build NAME --store STORE`. The store is a directory on any mounted "
+        "file system or an S3 bucket; it is made where there is none, and what is there already is left as it is. "
+        "Needs the right admin.",
+        (
+            ("dsec env push tools file:///mnt/shared/layers", "a directory that other nodes have, too"),
+            ("dsec env push tools s3://bucket/layers", "a bucket; credentials are those of the service"),
+        ),
+        "an EnvironmentInfo record",
+    ),
+    "env stats": Page(
+        "SIZE is the content of a layer, PRESENT what of it is on this node, TOUCHED what was wanted of it, FETCHED "
+        "what came from the store, compressed. Of local layers no reads are counted.",
+        (("dsec env stats tools", "how much has been loaded, and why the store failed last"),),
+        "an EnvironmentStats record",
+    ),
+    "env trace": Page(
+        "Nodes that build the environment afterwards load what was read here before it is asked for. Do what is "
+        "usually done in a sandbox first. Needs the right admin.",
+        (("dsec env trace tools", "into the store that it came from"),),
+        "an EnvironmentTrace record",
+    ),
     "token create": Page(
         "The token is printed, this once. Needs the right admin.",
         (("dsec token create ci --project /team --ttl 86400", "for a day, for one project"),),

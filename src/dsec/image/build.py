@@ -7,8 +7,8 @@ import os
 import shutil
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, suppress
 from typing import Final
 
 from dsec.core.errors import CapacityError, DeadlineError, InvalidArgumentError, Outcome, StorageError
@@ -16,8 +16,17 @@ from dsec.core.limits import BUILD_TIMEOUT_S_DEFAULT, BUILDS_MAX, MIB
 from dsec.image.environments import EnvironmentStore
 from dsec.image.make import typed
 from dsec.image.worker import Job, build_key, error_event, ready_result
+from dsec.storage.store.places import clean_directory
 from dsec.wire import codec
-from dsec.wire.environments import BuildEvent, BuildRequest, DebianSource, EnvironmentInfo, OciSource
+from dsec.wire.environments import (
+    BuildEvent,
+    BuildRequest,
+    DebianSource,
+    EnvironmentInfo,
+    OciSource,
+    PushRequest,
+    is_on_node,
+)
 from dsec.wire.errors import error_of
 
 _LINE_BYTES_MAX: Final = 32 * MIB  # `done` holds the configuration of an image, escaped
@@ -42,18 +51,30 @@ async def build(
     if ready is not None:
         progress(BuildEvent(kind="progress", stage="cached", message=f"{request.name} is built already"))
         return ready
-    if store.builds_running >= BUILDS_MAX:
-        raise CapacityError(f"{BUILDS_MAX} environments are being built already", retry_after_s=_RETRY_AFTER_S)
-    store.builds_running += 1
+    job = Job(os.fspath(store.state), build=request)
+    return await _bounded(store, job, f"building {request.name!r}", progress, timeout_s)
+
+
+async def push(
+    store: EnvironmentStore,
+    request: PushRequest,
+    progress: Callable[[BuildEvent], None] = lambda event: None,
+    *,
+    timeout_s: float = BUILD_TIMEOUT_S_DEFAULT,
+) -> EnvironmentInfo:
+    """Put an environment into a store; what is there already is left as it is.
+
+    Raises EnvironmentNotFoundError, UnsupportedError for layers or stores that cannot be, what the store raises,
+    CapacityError when too many builds and pushes run, DeadlineError.
+    After an error or a cancellation nothing runs on, and the store names nothing that is not whole.
+    """
+    await asyncio.to_thread(store.get, request.name)
     try:
-        async with asyncio.timeout(timeout_s):
-            return await _supervise(store, request, progress)
-    except TimeoutError:
-        raise DeadlineError(
-            f"building {request.name!r} took more than {timeout_s:g} s", outcome=Outcome.UNCHANGED
-        ) from None
+        job = Job(os.fspath(store.state), push=request)
+        return await _bounded(store, job, f"pushing {request.name!r}", progress, timeout_s)
     finally:
-        store.builds_running -= 1
+        if is_on_node(request.store):
+            await asyncio.shield(asyncio.to_thread(clean_directory, request.store))
 
 
 async def build_events(
@@ -63,6 +84,23 @@ async def build_events(
 
     A slow reader loses log lines in the middle, never the end.
     """
+    async with aclosing(_events(lambda put: build(store, request, put, timeout_s=timeout_s))) as events:
+        async for event in events:
+            yield event
+
+
+async def push_events(
+    store: EnvironmentStore, request: PushRequest, *, timeout_s: float = BUILD_TIMEOUT_S_DEFAULT
+) -> AsyncIterator[BuildEvent]:
+    """`push` as a stream, as `build_events` is."""
+    async with aclosing(_events(lambda put: push(store, request, put, timeout_s=timeout_s))) as events:
+        async for event in events:
+            yield event
+
+
+async def _events(
+    work: Callable[[Callable[[BuildEvent], None]], Awaitable[EnvironmentInfo]],
+) -> AsyncGenerator[BuildEvent]:
     queue: asyncio.Queue[BuildEvent] = asyncio.Queue(_EVENTS_QUEUED_MAX)
 
     def put(event: BuildEvent) -> None:
@@ -71,7 +109,7 @@ async def build_events(
 
     async def run() -> None:
         try:
-            last = BuildEvent(kind="done", environment=await build(store, request, put, timeout_s=timeout_s))
+            last = BuildEvent(kind="done", environment=await work(put))
         except Exception as error:
             last = error_event(error)
         await queue.put(last)
@@ -89,6 +127,24 @@ async def build_events(
             await task
 
 
+async def _bounded(
+    store: EnvironmentStore, job: Job, what: str, progress: Callable[[BuildEvent], None], timeout_s: float
+) -> EnvironmentInfo:
+    """One worker process among those that may run at once, for as long as it may take."""
+    if store.builds_running >= BUILDS_MAX:
+        raise CapacityError(
+            f"{BUILDS_MAX} environments are being built or pushed already", retry_after_s=_RETRY_AFTER_S
+        )
+    store.builds_running += 1
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _supervise(store, job, progress)
+    except TimeoutError:
+        raise DeadlineError(f"{what} took more than {timeout_s:g} s", outcome=Outcome.UNCHANGED) from None
+    finally:
+        store.builds_running -= 1
+
+
 def _ready(store: EnvironmentStore, request: BuildRequest) -> EnvironmentInfo | None:
     """Answers without a process where the key is cheap: a tree or a tar file would have to be read in full."""
     if not isinstance(request.source, (DebianSource, OciSource)):
@@ -99,9 +155,7 @@ def _ready(store: EnvironmentStore, request: BuildRequest) -> EnvironmentInfo | 
         raise typed(error) from error
 
 
-async def _supervise(
-    store: EnvironmentStore, request: BuildRequest, progress: Callable[[BuildEvent], None]
-) -> EnvironmentInfo:
+async def _supervise(store: EnvironmentStore, job: Job, progress: Callable[[BuildEvent], None]) -> EnvironmentInfo:
     process = await asyncio.create_subprocess_exec(
         *_command(),
         stdin=asyncio.subprocess.PIPE,
@@ -113,7 +167,7 @@ async def _supervise(
     )
     errors = asyncio.create_task(_tail(process))
     try:
-        result = await _follow(process, Job(os.fspath(store.state), request), progress)
+        result = await _follow(process, job, progress)
         if result is None:
             words = (await errors).decode(errors="replace").strip()[-500:]
             raise StorageError(f"the build process ended without a result: {words or 'no message'}")

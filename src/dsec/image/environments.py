@@ -26,7 +26,7 @@ from dsec.core.errors import (
     StorageError,
 )
 from dsec.core.ids import parse_name
-from dsec.core.spec import Environment
+from dsec.core.spec import Environment, check_env, check_path
 from dsec.image.erofs import probe_erofs
 from dsec.storage.layers import LayerKind, LayerLocation, LayerStore, Lease, sync, write_synced
 from dsec.storage.space import free_bytes
@@ -44,6 +44,18 @@ class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
     workdir: str | None = None
     entrypoint: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+
+
+def check_config(config: ImageConfig) -> None:
+    """As a caller's would be: every sandbox made from the image starts with it. InvalidArgumentError, LimitError."""
+    check_env(config.env)
+    if config.workdir is not None:
+        check_path(config.workdir, "the image's working directory")
+    if len(config.user or "") > 255 or "\0" in (config.user or ""):
+        raise InvalidArgumentError("the image's user must be at most 255 characters without NUL")
+    words = [*config.entrypoint, *config.command]
+    if sum(map(len, words)) > limits.ARGV_BYTES_MAX or any("\0" in word for word in words):
+        raise LimitError(f"the image's command is over {limits.ARGV_BYTES_MAX} bytes, or holds NUL")
 
 
 class EnvironmentRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""One build, in a process of its own: it can be killed at any time, with everything that it has started.
+"""One build or push, in a process of its own: it can be killed at any time, with everything that it has started.
 
     python -m dsec.image.worker          reads one Job as a line of JSON from stdin, writes BuildEvents as lines of JSON
 
@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from dsec.core.errors import ConflictError, InvalidArgumentError
+from dsec.image import published
 from dsec.image.environments import (
     BuildRecord,
     EnvironmentRecord,
@@ -26,6 +27,7 @@ from dsec.image.environments import (
     environment_info,
 )
 from dsec.image.make import Report, log, make_layer, progress, typed
+from dsec.image.published import ImageRecord, read_image
 from dsec.image.sources import debian, directory, oci, tarball
 from dsec.image.sources.apt import host_suite
 from dsec.image.stage import Stage
@@ -40,7 +42,10 @@ from dsec.wire.environments import (
     EnvironmentInfo,
     OciSource,
     Ownership,
+    PushRequest,
+    StoreSource,
     TarSource,
+    TreeSource,
 )
 from dsec.wire.errors import body_of
 
@@ -52,7 +57,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the parent sends."""
 
     state: str
-    request: BuildRequest
+    build: BuildRequest | None = None  # one of the two
+    push: PushRequest | None = None
 
 
 def build_now(
@@ -67,7 +73,8 @@ def build_now(
             f"{request.source.path!r} contains the store itself", hint="choose a directory below it"
         )
     progress(report, "resolve", f"looking at {describe(request.source)}")
-    key = build_key(request.source)
+    image = read_image(request.source) if isinstance(request.source, StoreSource) else None
+    key = build_key(request.source, image)
     ready = ready_result(store, request, key)
     if ready is not None:
         return ready
@@ -76,11 +83,18 @@ def build_now(
         ready = ready_result(store, request, key)
         if ready is not None:
             return ready
+        if image is not None:
+            return _attach(store, request, image, key, report)
         return _build(store, request, key, report, proxies or {})
 
 
-def build_key(source: BuildSource) -> str:
-    """Equal for requests that lead to the same content. Raises what the source's own reading raises."""
+def build_key(source: BuildSource, image: ImageRecord | None = None) -> str:
+    """Equal for requests that lead to the same content. Raises what the source's own reading raises.
+
+    `image` is what a store says of the environment, for a source that is one.
+    """
+    if isinstance(source, StoreSource):
+        return published.build_key(source, image or read_image(source))
     if isinstance(source, DirectorySource):
         return directory.build_key(source)
     if isinstance(source, TarSource):
@@ -98,6 +112,8 @@ def describe(source: BuildSource) -> str:
         return f"tar file {source.path}"
     if isinstance(source, OciSource):
         return f"OCI layout {source.path}" + (f" ({source.reference})" if source.reference else "")
+    if isinstance(source, StoreSource):
+        return f"environment {source.environment} of {source.url}"[:500]
     packages = ", ".join(sorted(set(source.packages))) or "no further packages"
     return f"debian {source.suite or host_suite()}: {packages}"[:500]
 
@@ -125,6 +141,7 @@ def _build(
     store: EnvironmentStore, request: BuildRequest, key: str, report: Report, proxies: Mapping[str, str]
 ) -> EnvironmentInfo:
     require_free(store.state)
+    assert not isinstance(request.source, StoreSource)
     with store.layers.staging() as work:
         tree = work / "tree"
         config = _stage(request.source, tree, work, report, proxies)
@@ -134,13 +151,24 @@ def _build(
             return _name(store, request, key, built)
 
 
+def _attach(
+    store: EnvironmentStore, request: BuildRequest, image: ImageRecord, key: str, report: Report
+) -> EnvironmentInfo:
+    assert isinstance(request.source, StoreSource)
+    require_free(store.state)
+    with published.attached(store.layers, image, request.source, report), store.layers.publishing():
+        built = BuildRecord(layers=image.layers, source=describe(request.source), config=image.config)
+        store.put_built(key, built)
+        return _name(store, request, key, built)
+
+
 def _name(store: EnvironmentStore, request: BuildRequest, key: str, built: BuildRecord) -> EnvironmentInfo:
     info = environment_info(request.name, store.layers, built, created_at=time.time())
     store.put(EnvironmentRecord(build_key=key, info=info))
     return info
 
 
-def _stage(source: BuildSource, tree: Path, work: Path, report: Report, proxies: Mapping[str, str]) -> ImageConfig:
+def _stage(source: TreeSource, tree: Path, work: Path, report: Report, proxies: Mapping[str, str]) -> ImageConfig:
     progress(report, "stage", f"unpacking {describe(source)}")
     owner = Ownership.KEEP if isinstance(source, DebianSource) else source.owner
     config = ImageConfig()
@@ -170,7 +198,7 @@ def error_event(error: BaseException) -> BuildEvent:
 
 
 def main() -> int:
-    """1. read the job  2. end with stdin  3. build  4. say how it went."""
+    """1. read the job  2. end with stdin  3. build or push  4. say how it went."""
     job = codec.from_json(sys.stdin.buffer.readline(), Job)
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     os.nice(_NICENESS)
@@ -178,12 +206,20 @@ def main() -> int:
     try:
         store = EnvironmentStore(job.state)
         store.layers.clean()
-        info = build_now(store, job.request, _write, proxies=proxies)
+        info = _run(store, job, proxies)
     except Exception as error:
         _write(error_event(error))
         return 1
     _write(BuildEvent(kind="done", environment=info))
     return 0
+
+
+def _run(store: EnvironmentStore, job: Job, proxies: Mapping[str, str]) -> EnvironmentInfo:
+    if job.push is not None:
+        return published.push_now(store, job.push, _write)
+    if job.build is not None:
+        return build_now(store, job.build, _write, proxies=proxies)
+    raise InvalidArgumentError("a job without anything to do")
 
 
 def _write(event: BuildEvent) -> None:

@@ -10,11 +10,19 @@ from typing import Protocol
 
 from dsec.backends.base import Layer
 from dsec.core.spec import Environment
-from dsec.image.build import build_events
+from dsec.image.build import build_events, push_events
 from dsec.image.environments import EnvironmentStore, LockedEnvironment, StoreFacts
+from dsec.node.loading import environment_stats, record_trace
 from dsec.storage.layers import LayerLocation
 from dsec.storage.remote import RemoteLayers
-from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo
+from dsec.wire.environments import (
+    BuildEvent,
+    BuildRequest,
+    EnvironmentInfo,
+    EnvironmentStats,
+    EnvironmentTrace,
+    PushRequest,
+)
 
 
 class Hold(Protocol):
@@ -57,6 +65,19 @@ class Environments(Protocol):
 
     def build(self, request: BuildRequest) -> AsyncIterator[BuildEvent]:
         """The story of a build; its last event is `done` or `error`."""
+        ...
+
+    def push(self, request: PushRequest) -> AsyncIterator[BuildEvent]:
+        """The story of a push to a store, as of a build."""
+        ...
+
+    async def stats(self, name: str) -> EnvironmentStats:
+        """Raises EnvironmentNotFoundError."""
+        ...
+
+    async def trace(self, name: str) -> EnvironmentTrace:
+        """What has been read so far goes into the stores. Raises EnvironmentNotFoundError, ConflictError when nothing
+        was, and what a store raises."""
         ...
 
     async def describe(self) -> StoreFacts | None:
@@ -113,10 +134,26 @@ class StoredEnvironments:
         return await asyncio.to_thread(self._store.get, name)
 
     async def remove(self, name: str, *, live: Collection[str]) -> None:
-        await asyncio.to_thread(lambda: self._store.remove(name, live=live))
+        def work() -> None:
+            layers = self._store.get(name).layers
+            self._store.remove(name, live=live)
+            for digest in layers:
+                if not self._store.layers.has(digest):
+                    self._remote.forget(digest)
+
+        await asyncio.to_thread(work)
 
     def build(self, request: BuildRequest) -> AsyncIterator[BuildEvent]:
         return build_events(self._store, request)
+
+    def push(self, request: PushRequest) -> AsyncIterator[BuildEvent]:
+        return push_events(self._store, request)
+
+    async def stats(self, name: str) -> EnvironmentStats:
+        return await asyncio.to_thread(environment_stats, self._store, self._remote, name)
+
+    async def trace(self, name: str) -> EnvironmentTrace:
+        return await asyncio.to_thread(record_trace, self._store, self._remote, name)
 
     async def describe(self) -> StoreFacts | None:
         return await asyncio.to_thread(self._store.describe)

@@ -6,7 +6,7 @@ from typing import Final
 
 from dsec.core.clock import Clock
 from dsec.core.errors import AuthError, ForbiddenError
-from dsec.wire.environments import BuildRequest, DebianSource
+from dsec.wire.environments import BuildRequest, DebianSource, StoreSource, is_on_node
 from dsec.wire.node import Caller, Method, Right
 
 _READ: Final = (
@@ -18,8 +18,15 @@ _READ: Final = (
     Method.EXEC_OUTPUT,
     Method.ENVIRONMENT_LIST,
     Method.ENVIRONMENT_GET,
+    Method.ENVIRONMENT_STATS,
 )
-_ADMIN: Final = (Method.ENVIRONMENT_REMOVE, Method.ENVIRONMENT_BUILD, Method.DOCTOR)
+_ADMIN: Final = (
+    Method.ENVIRONMENT_REMOVE,
+    Method.ENVIRONMENT_BUILD,
+    Method.ENVIRONMENT_PUSH,
+    Method.ENVIRONMENT_TRACE,
+    Method.DOCTOR,
+)
 
 REQUIRED: Final[dict[Method, Right | None]] = {
     **dict.fromkeys(Method, Right.USE),
@@ -40,10 +47,23 @@ def check_rights(caller: Caller, method: Method, clock: Clock) -> None:
 
 def check_source(request: BuildRequest, caller: Caller) -> None:
     """The node reads sources as root: only who is on the node may name its files. Raises ForbiddenError."""
-    if not caller.local and not isinstance(request.source, DebianSource):
+    if caller.local or isinstance(request.source, DebianSource):
+        return
+    if isinstance(request.source, StoreSource):
+        check_store_of(request.source.url, caller)
+    else:
         raise ForbiddenError(
             "environments from files of the node can be built only over its own socket",
             hint="run `dsec env build` on the node, without DSEC_URL and DSEC_TOKEN",
+        )
+
+
+def check_store_of(url: str, caller: Caller) -> None:
+    """The node reads and writes stores as root, too. Raises ForbiddenError."""
+    if not caller.local and is_on_node(url):
+        raise ForbiddenError(
+            "a store in a directory of the node can be named only over its own socket",
+            hint="use a store on a web server or in a bucket, or run it on the node, without DSEC_URL and DSEC_TOKEN",
         )
 
 

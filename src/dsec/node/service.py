@@ -28,14 +28,14 @@ from dsec.node.execs import NodeExec
 from dsec.node.files import call_agent, decode_args, session_info, session_open
 from dsec.node.listing import list_sandboxes
 from dsec.node.node import Node
-from dsec.node.rights import check_rights, check_source, project_seen
+from dsec.node.rights import check_rights, check_source, check_store_of, project_seen
 from dsec.node.supervisor import Supervisor
 from dsec.observe.context import ids
 from dsec.observe.logs import get_logger
 from dsec.wire import node as wire
 from dsec.wire import records
 from dsec.wire.codec import pack, unpack
-from dsec.wire.environments import BuildRequest, EnvironmentPage, EnvironmentRef
+from dsec.wire.environments import BuildRequest, EnvironmentPage, EnvironmentRef, PushRequest
 from dsec.wire.node import Caller, Done, Method, Stream
 
 log = get_logger(__name__)
@@ -73,6 +73,8 @@ class Service:
             Method.ENVIRONMENT_LIST: (wire.Nothing, self._environment_list),
             Method.ENVIRONMENT_GET: (EnvironmentRef, self._environment_get),
             Method.ENVIRONMENT_REMOVE: (EnvironmentRef, self._environment_remove),
+            Method.ENVIRONMENT_STATS: (EnvironmentRef, self._environment_stats),
+            Method.ENVIRONMENT_TRACE: (EnvironmentRef, self._environment_trace),
             Method.DOCTOR: (wire.Nothing, self._doctor),
             Method.HEALTH: (wire.Nothing, self._health),
             **{method: (wire.FileCall, self._file_call(method)) for method in _FILE_CALLS},
@@ -87,6 +89,7 @@ class Service:
             Method.FILE_WATCH: (wire.FileCall, self._file_watch),
             Method.CONNECT: (wire.FileCall, self._connect),
             Method.ENVIRONMENT_BUILD: (BuildRequest, self._environment_build),
+            Method.ENVIRONMENT_PUSH: (PushRequest, self._environment_push),
         }
 
     async def call(self, method: Method, body: bytes, *, caller: Caller, key: str | None, timeout_s: float) -> bytes:
@@ -330,6 +333,16 @@ class Service:
     async def _environment_build(self, request: BuildRequest, caller: Caller, stream: Stream) -> None:
         check_source(request, caller)
         await streams.send_build(self._node.environments.build(request), stream)
+
+    async def _environment_push(self, request: PushRequest, caller: Caller, stream: Stream) -> None:
+        check_store_of(request.store, caller)
+        await streams.send_build(self._node.environments.push(request), stream)
+
+    async def _environment_stats(self, request: EnvironmentRef, caller: Caller, _: str | None) -> Any:
+        return await self._node.environments.stats(request.name)
+
+    async def _environment_trace(self, request: EnvironmentRef, caller: Caller, _: str | None) -> Any:
+        return await self._node.environments.trace(request.name)
 
     async def _doctor(self, request: wire.Nothing, caller: Caller, _: str | None) -> records.DoctorReport:
         return await examine(self._node)

@@ -14,7 +14,16 @@ from dsec.core.ids import parse_name
 from dsec.sdk.lines import json_lines
 from dsec.sdk.transport import Transport
 from dsec.wire import api
-from dsec.wire.environments import BuildEvent, BuildRequest, BuildSource, EnvironmentInfo, EnvironmentPage
+from dsec.wire.environments import (
+    BuildEvent,
+    BuildRequest,
+    BuildSource,
+    EnvironmentInfo,
+    EnvironmentPage,
+    EnvironmentStats,
+    EnvironmentTrace,
+    PushTarget,
+)
 from dsec.wire.errors import ErrorBody, error_of
 
 _ATTEMPTS_MAX: Final = 6
@@ -75,38 +84,65 @@ class AsyncEnvironments:
     ) -> EnvironmentInfo:
         """Makes the environment `name`, and returns once sandboxes can start from it.
 
-        `source`: `dsec.DebianSource(packages=(…))`, `DirectorySource`, `TarSource` or `OciSource`; paths are the
-        node's. A name that exists with the same content is success at once; with other content it is a ConflictError
-        unless `replace`. `refresh` builds even what was built before. `on_event` hears each BuildEvent.
+        `source`: `dsec.DebianSource(packages=(…))`, `DirectorySource`, `TarSource`, `OciSource`, or
+        `StoreSource(url=…, environment=…)` for what was pushed to a store; paths are the node's. A name that exists
+        with the same content is success at once; with other content it is a ConflictError unless `replace`. `refresh`
+        builds even what was built before. `on_event` hears each BuildEvent.
         """
         request = BuildRequest(name=name, source=source, replace=replace, refresh=refresh)
+        return await self._follow("/environments", request, on_event)
+
+    async def push(
+        self, name: str, store: str, *, on_event: Callable[[BuildEvent], Any] | None = None
+    ) -> EnvironmentInfo:
+        """Puts an environment into a store, from which other nodes build it with `StoreSource`.
+
+        `store`: `file:///directory` of the node, or `s3://bucket/prefix`. What is there already is left as it is.
+        UnsupportedError where layers are kept as directories, or the store is read only.
+        """
+        path = f"/environments/{parse_name(name)}:push"
+        return await self._follow(path, PushTarget(store), on_event)
+
+    async def stats(self, name: str) -> EnvironmentStats:
+        """How much of each layer has been loaded from its store, and why the store failed last."""
+        return await self._transport.call("GET", f"/environments/{parse_name(name)}/stats", EnvironmentStats)
+
+    async def trace(self, name: str) -> EnvironmentTrace:
+        """Records in the store what has been read so far, so that other nodes load that first.
+
+        ConflictError when nothing was read; UnsupportedError for a store that is read only.
+        """
+        path = f"/environments/{parse_name(name)}:trace"
+        return await self._transport.call("POST", path, EnvironmentTrace, repeatable=True)
+
+    async def _follow(
+        self, path: str, request: BuildRequest | PushTarget, on_event: Callable[[BuildEvent], Any] | None
+    ) -> EnvironmentInfo:
         attempt = 0
         while True:
             try:
-                return await self._build(request, on_event)
+                return await self._told(path, request, on_event)
             except UnavailableError as error:
-                # Building the same thing again joins the build that runs, or finds it done.
+                # Asking for the same thing again joins what runs, or finds it done.
                 attempt += 1
                 await self._transport.pause(error, attempt, most=_ATTEMPTS_MAX)
 
-    async def _build(self, request: BuildRequest, on_event: Callable[[BuildEvent], Any] | None) -> EnvironmentInfo:
-        async with self._transport.stream(
-            "POST", "/environments", body=request, headers={"Accept": api.TYPE_NDJSON}
-        ) as response:
+    async def _told(
+        self, path: str, request: BuildRequest | PushTarget, on_event: Callable[[BuildEvent], Any] | None
+    ) -> EnvironmentInfo:
+        async with self._transport.stream("POST", path, body=request, headers={"Accept": api.TYPE_NDJSON}) as response:
             async for event in json_lines(response, BuildEvent):
                 if on_event is not None:
                     given = on_event(event)
                     if inspect.isawaitable(given):
                         await asyncio.ensure_future(given)
                 if event.kind == "error":
-                    raise error_of(
-                        event.error or ErrorBody(code="internal", message=event.message or "the build failed")
-                    )
+                    raise error_of(event.error or ErrorBody(code="internal", message=event.message or "it failed"))
                 if event.kind == "done":
                     if event.environment is None:
-                        raise ProtocolError("the service does not say what it has built")
+                        raise ProtocolError("the service does not say what it has done")
                     return event.environment
-        raise UnavailableError("the connection was lost during the build")
+        raise UnavailableError("the connection was lost before the end")
 
     async def remove(self, name: str, *, missing_ok: bool = False) -> None:
         """Removes the name; its layers go once nothing uses them. Raises EnvironmentNotFoundError."""

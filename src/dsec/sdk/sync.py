@@ -27,7 +27,13 @@ from dsec.sdk.sandbox import AsyncSandbox, ExecInfos, SessionInfos
 from dsec.sdk.sessions import AsyncSession
 from dsec.sdk.socketlike import SocketLike
 from dsec.sdk.tokens import AsyncTokens
-from dsec.wire.environments import BuildEvent, BuildSource, EnvironmentInfo
+from dsec.wire.environments import (
+    BuildEvent,
+    BuildSource,
+    EnvironmentInfo,
+    EnvironmentStats,
+    EnvironmentTrace,
+)
 from dsec.wire.records import (
     DoctorReport,
     ExecInfo,
@@ -381,13 +387,33 @@ class Environments(Blocking[AsyncEnvironments]):
     ) -> EnvironmentInfo:
         """Makes the environment `name`, and returns once sandboxes can start from it.
 
-        `source`: `dsec.DebianSource(packages=(…))`, `DirectorySource`, `TarSource` or `OciSource`; paths are the
-        node's. A name that exists with the same content is success at once; with other content it is a ConflictError
-        unless `replace`. `refresh` builds even what was built before. `on_event` hears each BuildEvent.
+        `source`: `dsec.DebianSource(packages=(…))`, `DirectorySource`, `TarSource`, `OciSource`, or
+        `StoreSource(url=…, environment=…)` for what was pushed to a store; paths are the node's. A name that exists
+        with the same content is success at once; with other content it is a ConflictError unless `replace`. `refresh`
+        builds even what was built before. `on_event` hears each BuildEvent.
         """
         return portal().run_calling(
             lambda bridge: self._async.build(name, source, replace=replace, refresh=refresh, on_event=bridge(on_event))
         )
+
+    def push(self, name: str, store: str, *, on_event: Callable[[BuildEvent], Any] | None = None) -> EnvironmentInfo:
+        """Puts an environment into a store, from which other nodes build it with `StoreSource`.
+
+        `store`: `file:///directory` of the node, or `s3://bucket/prefix`. What is there already is left as it is.
+        UnsupportedError where layers are kept as directories, or the store is read only.
+        """
+        return portal().run_calling(lambda bridge: self._async.push(name, store, on_event=bridge(on_event)))
+
+    def stats(self, name: str) -> EnvironmentStats:
+        """How much of each layer has been loaded from its store, and why the store failed last."""
+        return portal().run(self._async.stats(name))
+
+    def trace(self, name: str) -> EnvironmentTrace:
+        """Records in the store what has been read so far, so that other nodes load that first.
+
+        ConflictError when nothing was read; UnsupportedError for a store that is read only.
+        """
+        return portal().run(self._async.trace(name))
 
     def remove(self, name: str, *, missing_ok: bool = False) -> None:
         """Removes the name; its layers go once nothing uses them. Raises EnvironmentNotFoundError."""

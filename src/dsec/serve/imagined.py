@@ -11,7 +11,14 @@ from dsec.core.errors import UnsupportedError
 from dsec.core.spec import Environment
 from dsec.image.environments import StoreFacts
 from dsec.node.environments import Hold, Resolved
-from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo
+from dsec.wire.environments import (
+    BuildEvent,
+    BuildRequest,
+    EnvironmentInfo,
+    EnvironmentStats,
+    EnvironmentTrace,
+    PushRequest,
+)
 
 _COMMAND = ("sleep", "infinity")
 
@@ -37,6 +44,16 @@ class ImaginedEnvironments:
     async def build(self, request: BuildRequest) -> AsyncIterator[BuildEvent]:
         raise _nothing_here()
         yield  # makes this an iterator
+
+    async def push(self, request: PushRequest) -> AsyncIterator[BuildEvent]:
+        raise _nothing_here()
+        yield  # makes this an iterator
+
+    async def stats(self, name: str) -> EnvironmentStats:
+        return EnvironmentStats(name=name, layers=())
+
+    async def trace(self, name: str) -> EnvironmentTrace:
+        raise _nothing_here()
 
     async def tidy(self, *, live: Collection[str]) -> None:
         """There is nothing to remove."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+import msgspec
+
 from dsec.core.errors import DsecError, NotFoundError, StorageError
 from dsec.observe.logs import get_logger
 from dsec.storage.layers import LayerLocation
@@ -28,6 +30,7 @@ from dsec.wire.loader import (
     SourceArgs,
     StatsAnswer,
     StatsArgs,
+    StoreFailure,
     TraceAnswer,
 )
 
@@ -50,6 +53,7 @@ class RemoteLayers:
         self._mutex = threading.Lock()
         self._served: dict[str, _Served] = {}
         self._places: dict[str, Place] = {}
+        self._failures: dict[str, tuple[StoreFailure, int]] = {}  # with how often something had been fetched
 
     def serve(self, layer: LayerLocation) -> str:
         """The file of the layer's data. Raises StorageError, UnavailableError (store or loader), HostError."""
@@ -77,7 +81,8 @@ class RemoteLayers:
         """Nothing is served: no layers, and the loader is not started for it."""
         if not self.loader.is_running():
             return StatsAnswer([], 0, 0)
-        return self.loader.request(LoaderOp.STATS, StatsArgs(digest), StatsAnswer)
+        answer = self.loader.request(LoaderOp.STATS, StatsArgs(digest), StatsAnswer)
+        return msgspec.structs.replace(answer, layers=[self._with_failure(layer) for layer in answer.layers])
 
     def stats_of(self, digest: str) -> LayerStats:
         """Raises NotFoundError while it is not served."""
@@ -86,14 +91,32 @@ class RemoteLayers:
             raise NotFoundError(f"layer {digest[:12]} is not being loaded from a store")
         return layers[0]
 
+    def _with_failure(self, layer: LayerStats) -> LayerStats:
+        """The loader tells a failure to the first who asks; it stays true until something has been fetched again."""
+        if layer.error is not None:
+            self._failures[layer.digest] = (layer.error, layer.fetches)
+            return layer
+        known = self._failures.get(layer.digest)
+        if known is None:
+            return layer
+        if layer.fetches != known[1]:
+            self._failures.pop(layer.digest, None)
+            return layer
+        return msgspec.structs.replace(layer, error=known[0])
+
     def prefetch(self, digest: str) -> None:
         """All of a layer, in the background."""
         self.loader.request(LoaderOp.PREFETCH, PrefetchArgs(digest=digest, whole=True), dict)
 
     def record_trace(self, layer: LayerLocation) -> int:
-        """What has been wanted of it so far becomes the trace that others load first; how many chunks."""
+        """What has been wanted of it so far becomes the trace that others load first; how many chunks.
+
+        Nothing is not recorded: the trace of before stays.
+        """
         assert layer.remote is not None
         chunks = self.loader.request(LoaderOp.TRACE, LayerArgs(layer.digest), TraceAnswer).chunks
+        if not chunks:
+            return 0
         write_trace(self._place(layer.remote.store), layer.digest, layer.remote.chunk_size, chunks)
         return len(chunks)
 
@@ -101,6 +124,7 @@ class RemoteLayers:
         """No sandbox uses it any more. What is cached stays until the room is needed."""
         with self._mutex:
             self._served.pop(digest, None)
+            self._failures.pop(digest, None)
             if self.loader.is_running():
                 self.loader.request(LoaderOp.REMOVE, LayerArgs(digest), dict)
 

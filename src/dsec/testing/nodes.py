@@ -22,7 +22,14 @@ from dsec.node.service import Service
 from dsec.node.services import Sleep
 from dsec.node.warmpool import WarmPool
 from dsec.wire.codec import pack, unpack
-from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo
+from dsec.wire.environments import (
+    BuildEvent,
+    BuildRequest,
+    EnvironmentInfo,
+    EnvironmentStats,
+    EnvironmentTrace,
+    PushRequest,
+)
 from dsec.wire.frames import Frame
 from dsec.wire.node import Caller, Method, Right
 
@@ -78,6 +85,17 @@ class FakeEnvironments:
         yield BuildEvent(kind="progress", stage="publish", message="nothing to do")
         self._infos[request.name] = info
         yield BuildEvent(kind="done", environment=info)
+
+    async def push(self, request: PushRequest) -> AsyncIterator[BuildEvent]:
+        info = await self.get(request.name)
+        yield BuildEvent(kind="progress", stage="push", message="nothing to do")
+        yield BuildEvent(kind="done", environment=info)
+
+    async def stats(self, name: str) -> EnvironmentStats:
+        return EnvironmentStats(name=(await self.get(name)).name, layers=())
+
+    async def trace(self, name: str) -> EnvironmentTrace:
+        return EnvironmentTrace(name=(await self.get(name)).name, layers=())
 
     async def describe(self) -> StoreFacts | None:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -17,6 +18,8 @@ from dsec.wire.errors import ErrorBody
 # Nothing that apt or mmdebstrap reads as an option, a pattern or a list.
 _PACKAGE: Final = re.compile(r"[a-z0-9][a-z0-9+.-]+(:[a-z0-9]+)?(=[A-Za-z0-9.+~:-]+)?\Z")
 _SUITE: Final = re.compile(r"[a-z][a-z0-9-]{0,62}\Z")
+_STORE: Final = re.compile(r"(file:///|https?://|s3://)[!-~]+\Z")
+_STORE_HINT: Final = "file:///directory, https://host/path or s3://bucket/prefix"
 
 
 class Ownership(enum.StrEnum):
@@ -77,7 +80,19 @@ class DebianSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
             raise InvalidArgumentError(f"variant must be minbase or extract, not {self.variant[:40]!r}")
 
 
-BuildSource = DirectorySource | TarSource | OciSource | DebianSource
+class StoreSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="store"):
+    """An environment that was pushed to a store. Its content stays there, and is loaded as it is read."""
+
+    url: str
+    environment: str  # its name in the store
+
+    def __post_init__(self) -> None:
+        check_store(self.url)
+        parse_name(self.environment, "environment name")
+
+
+TreeSource = DirectorySource | TarSource | OciSource | DebianSource  # a tree is made of it
+BuildSource = TreeSource | StoreSource
 
 
 class BuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -93,6 +108,26 @@ class BuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         parse_name(self.name, "environment name")
+
+
+class PushTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where an environment is pushed to: the URL of a store, made where there is none."""
+
+    store: str
+
+    def __post_init__(self) -> None:
+        check_store(self.store)
+
+
+class PushRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Put the environment `name`, and the layers that are not there, into a store; again: success."""
+
+    name: str
+    store: str
+
+    def __post_init__(self) -> None:
+        parse_name(self.name, "environment name")
+        check_store(self.store)
 
 
 class EnvironmentInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,14 +154,79 @@ class EnvironmentRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
 
 
+class LoadFailure(msgspec.Struct, frozen=True):
+    """Why content of a layer could not be had from its store, last. It is forgotten once the store gives again."""
+
+    cause: str  # gone | denied | unreachable | unavailable | corrupt
+    detail: str
+
+
+class LayerUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What is here of a layer, and what has been read of it since it is loaded. A local layer is here whole."""
+
+    digest: str
+    store: str | None = None  # None: a local layer, of which no reads are counted
+    loaded: bool = False  # from the store, as it is read; not yet, before the first sandbox
+    size_bytes: int  # of its content
+    present_bytes: int  # on this node's disk
+    touched_bytes: int = 0  # wanted by somebody, in whole chunks
+    read_bytes: int = 0  # given to readers
+    fetched_bytes: int = 0  # from the store, compressed
+    hits: int = 0  # reads that found all here
+    misses: int = 0
+    waiting: int = 0  # reads that wait for the store now
+    errors: int = 0  # times that the store was given up for the moment
+    corrupt: int = 0  # chunks that were not what was published
+    failure: LoadFailure | None = None
+
+
+class EnvironmentStats(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of an environment has been loaded."""
+
+    name: str
+    layers: tuple[LayerUse, ...]  # lowest first
+
+
+class LayerTrace(msgspec.Struct, frozen=True, kw_only=True):
+    digest: str
+    chunks: int  # that were read, in order
+
+
+class EnvironmentTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """What has been recorded into the stores of an environment's layers, for others to load first."""
+
+    name: str
+    layers: tuple[LayerTrace, ...]
+
+
 class BuildEvent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One line of a build's story. `done` or `error` is the last."""
+    """One line of the story of a build or a push. `done` or `error` is the last."""
 
     kind: str  # progress | log | done | error
-    stage: str | None = None  # progress: wait | resolve | stage | digest | convert | verify | publish | cached
+    stage: str | None = (
+        None  # progress: wait | resolve | stage | digest | convert | verify | publish | cached | attach | push
+    )
     message: str = ""
     environment: EnvironmentInfo | None = None  # done
     error: ErrorBody | None = None  # error
+
+
+def check_store(url: str) -> None:
+    """Raises InvalidArgumentError for what is not the URL of a store. No credentials, queries or fragments."""
+    if len(url) > limits.PATH_BYTES_MAX or not _STORE.match(url):
+        raise InvalidArgumentError(f"{url[:200]!r} is not a store", hint=_STORE_HINT)
+    try:
+        parts = urlsplit(url)
+        wrong = "@" in parts.netloc or "?" in url or "#" in url or (parts.port == 0)
+    except ValueError:
+        wrong = True
+    if wrong or (parts.scheme != "file" and not parts.hostname):
+        raise InvalidArgumentError(f"{url[:200]!r} is not a store", hint=_STORE_HINT)
+
+
+def is_on_node(url: str) -> bool:
+    """Whether a store is a directory of the node."""
+    return url.startswith("file:")
 
 
 def _absolute(path: str) -> None:

@@ -62,6 +62,8 @@ class Method(enum.StrEnum):
     ENVIRONMENT_LIST = "environment_list"  # Nothing → environments.EnvironmentPage
     ENVIRONMENT_GET = "environment_get"  # environments.EnvironmentRef → environments.EnvironmentInfo
     ENVIRONMENT_REMOVE = "environment_remove"  # environments.EnvironmentRef → Done
+    ENVIRONMENT_STATS = "environment_stats"  # environments.EnvironmentRef → environments.EnvironmentStats
+    ENVIRONMENT_TRACE = "environment_trace"  # environments.EnvironmentRef → environments.EnvironmentTrace
     DOCTOR = "doctor"  # Nothing → DoctorReport
     HEALTH = "health"  # Nothing → Health
 
@@ -79,6 +81,7 @@ class Method(enum.StrEnum):
     ENVIRONMENT_BUILD = (
         "environment_build"  # environments.BuildRequest; out: EVENT environments.BuildEvent …, END EnvironmentInfo
     )
+    ENVIRONMENT_PUSH = "environment_push"  # environments.PushRequest; out: as environment_build
 
 
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,7 +9,17 @@ from dsec.core.errors import ProtocolError
 from dsec.core.ids import parse_name
 from dsec.wire.api import TYPE_NDJSON
 from dsec.wire.codec import to_json, unpack
-from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo, EnvironmentPage, EnvironmentRef
+from dsec.wire.environments import (
+    BuildEvent,
+    BuildRequest,
+    EnvironmentInfo,
+    EnvironmentPage,
+    EnvironmentRef,
+    EnvironmentStats,
+    EnvironmentTrace,
+    PushRequest,
+    PushTarget,
+)
 from dsec.wire.frames import Frame, FrameType
 from dsec.wire.node import Done, Method, Nothing, Right
 
@@ -30,9 +40,26 @@ def _named(request: Request) -> EnvironmentRef:
     return EnvironmentRef(parse_name(request.segment("name"), "environment name"))
 
 
+async def environment_stats(request: Request) -> Answer:
+    return await request.forward(Method.ENVIRONMENT_STATS, _named(request), EnvironmentStats)
+
+
+async def trace_environment(request: Request) -> Answer:
+    return await request.forward(Method.ENVIRONMENT_TRACE, _named(request), EnvironmentTrace)
+
+
 async def build_environment(request: Request) -> None:
-    """A build that fails after its first line is told in the last one; the client's going away cancels it."""
-    stream = await request.open(Method.ENVIRONMENT_BUILD, await request.record(BuildRequest))
+    await _tell(request, Method.ENVIRONMENT_BUILD, await request.record(BuildRequest))
+
+
+async def push_environment(request: Request) -> None:
+    target = await request.record(PushTarget)
+    await _tell(request, Method.ENVIRONMENT_PUSH, PushRequest(name=_named(request).name, store=target.store))
+
+
+async def _tell(request: Request, method: Method, record: BuildRequest | PushRequest) -> None:
+    """What fails after its first line is told in the last one; the client's going away cancels it."""
+    stream = await request.open(method, record)
     try:
         frame = await stream.recv()
         await request.start(200, TYPE_NDJSON, [])
@@ -92,6 +119,36 @@ ROUTES = (
         body=BuildRequest,
         answer={TYPE_NDJSON: BuildEvent},
         statuses=(404, 409, 429, 501),
+        mutates=True,
+    ),
+    Route(
+        "POST",
+        "/v1/environments/{name}:push",
+        push_environment,
+        "Put an environment into a store. Answers a line for each event; the last is `done` or `error`.",
+        Right.ADMIN,
+        body=PushTarget,
+        answer={TYPE_NDJSON: BuildEvent},
+        statuses=(404, 409, 429, 501),
+        mutates=True,
+    ),
+    Route(
+        "GET",
+        "/v1/environments/{name}/stats",
+        environment_stats,
+        "How much of an environment has been loaded from its store, layer by layer.",
+        Right.READ,
+        answer=EnvironmentStats,
+        statuses=(404,),
+    ),
+    Route(
+        "POST",
+        "/v1/environments/{name}:trace",
+        trace_environment,
+        "Record in the store what has been read of an environment, for others to load first.",
+        Right.ADMIN,
+        answer=EnvironmentTrace,
+        statuses=(404, 409, 501),
         mutates=True,
     ),
 )

@@ -15,9 +15,8 @@ import msgspec
 
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError, UnsupportedError
-from dsec.core.spec import check_env, check_path
 from dsec.image.archive import apply_whiteouts, unpack_layer
-from dsec.image.environments import ImageConfig
+from dsec.image.environments import ImageConfig, check_config
 from dsec.image.recipes import RECIPE_VERSION
 from dsec.image.stage import Stage
 from dsec.storage.syscalls import RESOLVE_BENEATH, openat2
@@ -140,25 +139,18 @@ def _select(manifests: list[_Descriptor], reference: str | None) -> _Descriptor:
 
 
 def _image_config(run: _Run) -> ImageConfig:
-    """Checked as a caller's would be: every sandbox made from the image starts with it."""
-    env = dict(item.split("=", 1) for item in run.env or [] if "=" in item and not item.startswith("="))
-    check_env(env)
     workdir = run.working_dir or None
-    if workdir is not None:
-        workdir = workdir if workdir.startswith("/") else f"/{workdir}"
-        check_path(workdir, "the image's working directory")
-    if len(run.user or "") > 255 or "\0" in (run.user or ""):
-        raise InvalidArgumentError("the image's user must be at most 255 characters without NUL")
-    words = [*(run.entrypoint or ()), *(run.cmd or ())]
-    if sum(map(len, words)) > limits.ARGV_BYTES_MAX or any("\0" in word for word in words):
-        raise LimitError(f"the image's command is over {limits.ARGV_BYTES_MAX} bytes, or holds NUL")
-    return ImageConfig(
-        env=env,
+    if workdir is not None and not workdir.startswith("/"):
+        workdir = f"/{workdir}"
+    config = ImageConfig(
+        env=dict(item.split("=", 1) for item in run.env or [] if "=" in item and not item.startswith("=")),
         user=run.user or None,
         workdir=workdir,
         entrypoint=tuple(run.entrypoint or ()),
         command=tuple(run.cmd or ()),
     )
+    check_config(config)
+    return config
 
 
 # ---- the layout on disk ----------------------------------------------------------------------------

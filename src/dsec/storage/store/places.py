@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
 from urllib.parse import quote, unquote, urlsplit
@@ -28,12 +28,15 @@ from dsec.core.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from dsec.storage.locks import try_lock
 
 _TIMEOUT_S: Final = 30.0
 _TRIES: Final = 5
 _PAUSE_S: Final = 0.2
 _PATH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]*(/[A-Za-z0-9][A-Za-z0-9._:@-]*)*\Z")
 _CREDENTIALS: Final = "check what the node may read there"
+_DRAFTS: Final = ".drafts"  # of files of a directory store that are being written
+_DRAFT_S_MAX: Final = 24 * 3600.0
 _PRESIGNED_S: Final = 7 * 24 * 3600  # the longest that S3 signs for
 
 
@@ -138,6 +141,13 @@ class DirectoryPlace:
         with self._errors(path):
             self._file(path).unlink(missing_ok=True)
 
+    def clean(self) -> None:
+        """Remove what writers have left that were killed: this machine's at once, others' after a day."""
+        with suppress(OSError):
+            for draft in list((self.root / _DRAFTS).iterdir()):
+                if _is_dead(draft):
+                    draft.unlink(missing_ok=True)
+
     def location(self, path: str) -> Location:
         return Location(path=os.fspath(self._file(path)))
 
@@ -147,11 +157,13 @@ class DirectoryPlace:
     @contextmanager
     def _writing(self, path: str) -> Iterator[IO[bytes]]:
         target = self._file(path)
-        draft = target.with_name(f".{secrets.token_hex(8)}")
+        draft = self.root / _DRAFTS / f"{_boot_id()}-{secrets.token_hex(8)}"
         with self._errors(path):
             target.parent.mkdir(parents=True, exist_ok=True)
+            draft.parent.mkdir(exist_ok=True)
             try:
                 with draft.open("xb") as file:
+                    _mark_as_live(file.fileno())
                     yield file
                     file.flush()
                     os.fsync(file.fileno())
@@ -169,6 +181,35 @@ class DirectoryPlace:
             raise StorageError(f"the store {self.url} refuses {path}: {error.strerror}", hint=_CREDENTIALS) from error
         except OSError as error:
             raise StorageError(f"the store {self.url} failed at {path}: {error.strerror}") from error
+
+
+def clean_directory(url: str) -> None:
+    """What killed writers have left in the store `file:///…`. It may be gone by now."""
+    place = open_place(url)
+    if isinstance(place, DirectoryPlace):
+        place.clean()
+
+
+def _boot_id() -> str:
+    """Of this kernel: locks of its processes are seen by each other, also where a file system has no others."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _mark_as_live(fd: int) -> None:
+    with suppress(OSError):  # a file system without locks: then it is a matter of age
+        try_lock(fd)
+
+
+def _is_dead(draft: Path) -> bool:
+    if not draft.name.startswith(_boot_id()):
+        return time.time() - draft.stat().st_mtime > _DRAFT_S_MAX
+    fd = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return try_lock(fd)
+    except OSError:
+        return time.time() - draft.stat().st_mtime > _DRAFT_S_MAX
+    finally:
+        os.close(fd)
 
 
 class WebPlace:

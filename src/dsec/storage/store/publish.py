@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from dsec.core.errors import NotFoundError, StorageError, UnsupportedError
@@ -16,6 +15,7 @@ from dsec.storage.layers import (
     RemoteBlob,
     write_synced,
 )
+from dsec.storage.space import require_free
 from dsec.storage.store import format
 from dsec.storage.store.places import Place
 from dsec.wire import codec
@@ -57,7 +57,7 @@ def publish_layer(layers: LayerStore, digest: str, place: Place) -> format.Layer
             hint="it needs EROFS images: see `dsec doctor`",
         )
     record = layers.record(digest)
-    blob = _publish_blob(digest, layer.blob, place) if layer.blob is not None else None
+    blob = _publish_blob(layers, digest, layer.blob, place) if layer.blob is not None else None
     meta, packed = format.pack_object(layer.meta.read_bytes())
     place.put(format.object_path("meta", meta.sha256), packed)
     manifest = format.LayerManifest(
@@ -67,14 +67,15 @@ def publish_layer(layers: LayerStore, digest: str, place: Place) -> format.Layer
     return manifest
 
 
-def _publish_blob(digest: str, blob: Path, place: Place) -> format.BlobRef | None:
+def _publish_blob(layers: LayerStore, digest: str, blob: Path, place: Place) -> format.BlobRef | None:
     size = blob.stat().st_size
     if size == 0:
         return None
-    with tempfile.NamedTemporaryFile(prefix="dsec-data-", dir=blob.parent.parent.parent / "staging") as data:
-        cut = format.cut(blob, data.file)
-        data.file.flush()
-        place.put_file(format.object_path("data", digest), Path(data.name))
+    require_free(layers.state, size)
+    with layers.staging() as work:
+        with (work / "data").open("xb") as data:
+            cut = format.cut(blob, data)
+        place.put_file(format.object_path("data", digest), work / "data")
     index, packed = format.pack_object(cut.index)
     place.put(format.object_path("index", index.sha256), packed)
     return format.BlobRef(size=size, chunk_size=format.CHUNK_BYTES, stored=cut.stored, index=index)

@@ -1,0 +1,69 @@
+"""How much of an environment has been loaded from stores, and recording what was read of it. Blocking."""
+
+from __future__ import annotations
+
+from dsec.core.errors import ConflictError, NotFoundError
+from dsec.image.environments import EnvironmentStore
+from dsec.storage.layers import LayerLocation, LayerStore, RemoteBlob
+from dsec.storage.remote import RemoteLayers
+from dsec.wire.environments import EnvironmentStats, EnvironmentTrace, LayerTrace, LayerUse, LoadFailure
+from dsec.wire.loader import LayerStats
+
+
+def environment_stats(store: EnvironmentStore, remote: RemoteLayers, name: str) -> EnvironmentStats:
+    """Raises EnvironmentNotFoundError, StorageError for a layer that is lost, UnavailableError without the loader."""
+    digests = store.get(name).layers
+    served = {layer.digest: layer for layer in remote.stats().layers}
+    uses = (_use(store.layers, store.layers.get(digest), served.get(digest)) for digest in digests)
+    return EnvironmentStats(name=name, layers=tuple(uses))
+
+
+def _use(layers: LayerStore, layer: LayerLocation, stats: LayerStats | None) -> LayerUse:
+    if layer.remote is None:
+        size = layers.record(layer.digest).size_bytes
+        return LayerUse(digest=layer.digest, size_bytes=size, present_bytes=size)
+    if stats is None:
+        return LayerUse(digest=layer.digest, store=layer.remote.store, size_bytes=layer.remote.size, present_bytes=0)
+    return _loaded_use(layer.remote, stats)
+
+
+def _loaded_use(remote: RemoteBlob, stats: LayerStats) -> LayerUse:
+    error = stats.error
+    return LayerUse(
+        digest=stats.digest,
+        store=remote.store,
+        loaded=True,
+        size_bytes=stats.size,
+        present_bytes=min(stats.present * stats.chunk_size, stats.size),
+        touched_bytes=min(stats.touched * stats.chunk_size, stats.size),
+        read_bytes=stats.read_bytes,
+        fetched_bytes=stats.fetched_bytes,
+        hits=stats.hits,
+        misses=stats.misses,
+        waiting=stats.waiting,
+        errors=stats.errors,
+        corrupt=stats.corrupt,
+        failure=LoadFailure(error.cause, error.detail) if error is not None else None,
+    )
+
+
+def record_trace(store: EnvironmentStore, remote: RemoteLayers, name: str) -> EnvironmentTrace:
+    """Raises EnvironmentNotFoundError, ConflictError when nothing of it was read from a store, UnsupportedError for a
+    store that cannot be written, and what else the store raises."""
+    layers = [store.layers.get(digest) for digest in store.get(name).layers]
+    traces = []
+    for layer in layers:
+        if layer.remote is None or not remote.loader.is_running():
+            continue
+        try:
+            chunks = remote.record_trace(layer)
+        except NotFoundError:
+            continue  # no sandbox has begun with it yet
+        if chunks:
+            traces.append(LayerTrace(digest=layer.digest, chunks=chunks))
+    if not traces:
+        raise ConflictError(
+            f"nothing of environment {name!r} has been read from a store",
+            hint="make a sandbox from it, do what is usually done there, and ask again",
+        )
+    return EnvironmentTrace(name=name, layers=tuple(traces))
