@@ -119,7 +119,7 @@ time.sleep(600)
 
 
 async def test_a_timeout_kills_a_tree_with_daemons_that_ignore_terms(sandbox: AsyncSandbox) -> None:
-    result = await sandbox.exec(["python3", "-c", _DAEMONS], timeout_s=1.5, grace_s=0.2)
+    result = await sandbox.exec(["python3", "-c", _DAEMONS], timeout_s=4.0, grace_s=0.2)
 
     assert (result.timed_out, result.signal, result.stdout) == (True, 9, "ready\n")
     await eventually(lambda: _is_empty(sandbox))
@@ -130,10 +130,10 @@ async def _is_empty(sandbox: AsyncSandbox) -> bool:
 
 
 async def test_a_command_that_obeys_gets_its_grace(sandbox: AsyncSandbox) -> None:
-    result = await sandbox.exec("trap 'echo bye; exit 4' TERM; sleep 600 & wait", timeout_s=0.5, grace_s=20)
+    result = await sandbox.exec("trap 'echo bye; exit 4' TERM; sleep 600 & wait", timeout_s=2.0, grace_s=20)
 
     assert (result.timed_out, result.stdout) == (True, "bye\n")
-    assert (result.usage.wall_s or 0) < 15
+    assert (result.usage.wall_s or 0) < 20
 
 
 async def test_kill_ends_all_that_a_command_has_started(sandbox: AsyncSandbox) -> None:

@@ -146,8 +146,9 @@ async def test_an_idle_sandbox_ends_and_a_busy_one_does_not(place: Place, runnin
     _, client = running
     async with place.no_leaks():
         idle = await client.create(ENVIRONMENT, ttl_idle_s=1.0)
-        busy = await client.create(ENVIRONMENT, ttl_idle_s=1.0)
+        busy = await client.create(ENVIRONMENT)
         process = await busy.start("sleep 3; echo done")
+        await busy.set_ttl(ttl_idle_s=1.0)
 
         await eventually(lambda: ended(idle), deadline_s=60)
         assert (idle.info.state, idle.info.cause) == ("gone", "ttl_idle")
@@ -159,15 +160,19 @@ async def test_an_idle_sandbox_ends_and_a_busy_one_does_not(place: Place, runnin
 
 async def test_time_stands_still_for_what_is_paused(running: Running) -> None:
     _, client = running
-    async with await client.create(ENVIRONMENT, ttl_running_s=6.0) as sandbox:
-        process = await sandbox.start("i=0; while :; do i=$((i+1)); echo $i; sleep 0.05; done", timeout_s=2.0)
+    async with await client.create(ENVIRONMENT) as sandbox:
+        began = time.monotonic()
+        await sandbox.exec("true")
+        limit_s = max(2.0, 20 * (time.monotonic() - began))  # so that a slow machine comes as far as the pause
+        await sandbox.set_ttl(ttl_running_s=4 * limit_s)
+        process = await sandbox.start("i=0; while :; do i=$((i+1)); echo $i; sleep 0.05; done", timeout_s=limit_s)
         await eventually(lambda: _printed(process))
 
         await sandbox.pause()
         assert sandbox.info.state == "paused"
         seen = (await process.info()).out_bytes
         used = (await sandbox.metrics()).cpu_s
-        await asyncio.sleep(3.0)  # longer than the timeout of the command
+        await asyncio.sleep(1.5 * limit_s)
         assert (await process.info()).out_bytes == seen
         assert (await sandbox.metrics()).cpu_s == used
         assert sandbox.info.state == "paused"

@@ -75,12 +75,12 @@ async def test_a_pause_stops_time_for_a_command_and_its_timeout(place: Place) ->
         client = NodeClient(service.node)
         sandbox = await create(client)
         count = "i=0; while [ $i -lt 10 ]; do i=$((i+1)); echo $i; sleep 0.1; done"
-        answer = await start(client, sandbox.id, count, wait_s=0.15, timeout_s=3.0)
+        answer = await start(client, sandbox.id, count, wait_s=0.15, timeout_s=4.0)
         await client.call(Method.PAUSE, records.SandboxRef(sandbox.id), records.Sandbox)
         before = await client.call(
             Method.EXEC_GET, records.ExecQuery(sandbox=sandbox.id, exec=answer.exec.id), records.ExecInfo
         )
-        await asyncio.sleep(3.5)  # longer than the timeout: the passing of time is what is tested
+        await asyncio.sleep(4.2)  # longer than the timeout: the passing of time is what is tested
         after = await client.call(
             Method.EXEC_GET, records.ExecQuery(sandbox=sandbox.id, exec=answer.exec.id), records.ExecInfo
         )
