@@ -14,6 +14,7 @@ from dsec.core.errors import (
     DsecError,
     EnvironmentNotFoundError,
     ForbiddenError,
+    InvalidArgumentError,
     SandboxNotFoundError,
 )
 from dsec.testing.nodes import NodeClient, StreamEnd, caller_of, fake_node
@@ -27,7 +28,11 @@ from dsec.wire.environments import (
     EnvironmentInfo,
     EnvironmentPage,
     EnvironmentRef,
+    EnvironmentStats,
+    EnvironmentTrace,
     OciSource,
+    PushRequest,
+    StoreSource,
     TarSource,
 )
 from dsec.wire.node import (
@@ -103,6 +108,56 @@ async def test_only_a_caller_on_the_node_may_name_its_files(client: NodeClient) 
     packages = BuildRequest(name="packages", source=DebianSource(packages=("bash",)))
     async with remote.stream(Method.ENVIRONMENT_BUILD, packages) as stream:
         assert unpack((await stream.all())[-1].body, EnvironmentInfo).name == "packages"
+
+
+async def test_only_a_caller_on_the_node_may_name_a_store_in_its_directories(client: NodeClient) -> None:
+    admin = client.of(caller_of(rights=frozenset({Right.ADMIN})))
+    local = client.of(msgspec.structs.replace(caller_of(rights=frozenset({Right.ADMIN})), local=True))
+    user = client.of(msgspec.structs.replace(caller_of(rights=frozenset({Right.USE})), local=True))
+
+    async def build(who: NodeClient, url: str) -> str:
+        source = StoreSource(url=url, environment="base")
+        async with who.stream(Method.ENVIRONMENT_BUILD, BuildRequest(name="mine", source=source)) as stream:
+            return unpack((await stream.all())[-1].body, EnvironmentInfo).name
+
+    async def push(who: NodeClient, url: str) -> str:
+        async with who.stream(Method.ENVIRONMENT_PUSH, PushRequest(name="base", store=url)) as stream:
+            return unpack((await stream.all())[-1].body, EnvironmentInfo).name
+
+    for ask in (build, push):
+        with pytest.raises(ForbiddenError, match="its own socket"):
+            await ask(admin, "file:///srv/layers")
+        with pytest.raises(ForbiddenError, match="right to admin"):
+            await ask(user, "s3://bucket/layers")
+    assert [await build(admin, "https://host/layers"), await build(local, "file:///srv/layers")] == ["mine", "mine"]
+    assert [await push(admin, "s3://bucket/layers"), await push(local, "file:///srv/layers")] == ["base", "base"]
+
+
+async def test_how_much_is_loaded_is_for_readers_and_traces_are_for_administrators(client: NodeClient) -> None:
+    reader = client.of(caller_of(rights=frozenset({Right.READ})))
+
+    stats = await reader.call(Method.ENVIRONMENT_STATS, EnvironmentRef("base"), EnvironmentStats)
+
+    assert stats.name == "base"
+    with pytest.raises(ForbiddenError):
+        await reader.call(Method.ENVIRONMENT_TRACE, EnvironmentRef("base"), EnvironmentTrace)
+    with pytest.raises(EnvironmentNotFoundError):
+        await reader.call(Method.ENVIRONMENT_STATS, EnvironmentRef("none"), EnvironmentStats)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "/srv", "file://host/x", "FILE:///x", " file:///x", "ftp://x/y", "http:///x", "https://u:p@host/x",
+        "https://host/x?sig=1", "s3://", "s3://b/x#y", "file:///a b", "file:///a\n", "http://host:0/", "http://host:x/",
+        "http://[::1/", "https://host/" + "x" * 5000,
+    ],
+)  # fmt: skip
+def test_what_is_no_store_is_refused_before_anything_else(url: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        StoreSource(url=url, environment="base")
+    with pytest.raises(InvalidArgumentError):
+        PushRequest(name="base", store=url)
 
 
 async def test_environments_are_listed_built_and_removed(client: NodeClient) -> None:

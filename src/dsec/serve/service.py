@@ -74,7 +74,7 @@ class LocalService:
         self.node = Node(
             config.node.config(state_dir=state_dir, run_dir=run_dir),
             make_backends=self._backends,
-            environments=_environments(config),
+            environments=self._environments(),
         )
         await self.node.start()
         self._stack.push_async_callback(self.node.close)
@@ -110,10 +110,11 @@ class LocalService:
         )
         return build_backends(settings, frozenset(config.node.substrates))
 
-
-def _environments(config: ServeConfig) -> Environments:
-    if set(config.node.substrates) == {Substrate.FAKE}:
-        return ImaginedEnvironments()
-    state = Path(config.state_dir)
-    loader = Loader(Path(config.run_dir), state / "cache", cache_bytes=config.storage.cache_size())
-    return StoredEnvironments(EnvironmentStore(state), RemoteLayers(loader))
+    def _environments(self) -> Environments:
+        config = self.config
+        if set(config.node.substrates) == {Substrate.FAKE}:
+            return ImaginedEnvironments()
+        state = Path(config.state_dir)
+        loader = Loader(Path(config.run_dir), state / "cache", cache_bytes=config.storage.cache_size())
+        self._stack.callback(loader.close)  # it runs on: sandboxes read through it
+        return StoredEnvironments(EnvironmentStore(state), RemoteLayers(loader))

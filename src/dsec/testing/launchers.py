@@ -1,4 +1,4 @@
-"""Ends the `dsec-launch` of a test's run directory: by design it outlives the node, and a test must not leave it."""
+"""Ends `dsec-launch` and `dsec-loader` of a test's run directory, which outlive the node by design."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MNT_DETACH: Final = 2
 
 
 def end_launcher(run_dir: Path) -> None:
-    """Kills the launcher of exactly this run directory, and what is still below it; takes its pinned mount away.
+    """Kills launcher and loader of exactly this run directory, and what is still below them; takes their mounts away.
 
     Nothing happens when none runs. Raises AssertionError when something resists.
     """
@@ -29,9 +29,10 @@ def end_launcher(run_dir: Path) -> None:
         for pid in list(all_processes()):
             if wanted in command_line(pid):
                 _kill_with_descendants(pid)
-    pin = run_dir / "launch.mnt"
-    if pin.exists() and _is_mount(pin):
-        _unmount(pin)
+    # The loader's comes last: mounts in the pinned namespace read through it. It may not answer any more.
+    for mount in (run_dir / "launch.mnt", run_dir / "loader"):
+        if _is_mount(mount):
+            _unmount(mount)
 
 
 def remove_cgroups(parent: str) -> None:

@@ -1,0 +1,298 @@
+"""An environment that one node pushed is built by others from the store, and loaded as its sandboxes read it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import http.server
+import os
+import re
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import dsec
+from dsec.core.errors import ConflictError, UnsupportedError
+from dsec.image.environments import EnvironmentStore
+from dsec.sdk.client import AsyncClient
+from dsec.serve.retire import retire_launcher
+from dsec.storage.layers import LayerKind
+from dsec.storage.loader import Loader
+from dsec.testing.processes import all_processes, command_line
+from dsec.testing.waiting import eventually
+from dsec.wire.environments import BuildEvent, StoreSource
+from tests.system.container_place import ENVIRONMENT, Place, private_place, served
+
+pytestmark = pytest.mark.root
+
+MINE = "mine"  # what the second node calls it
+PYTHON = ["/usr/bin/python3", "-c", "import json; print(json.dumps([6 * 7]))"]
+# Reads files until one cannot be read, and says how often that was so, and why.
+READ_ALL = ["/usr/bin/python3", "-c", """
+import os, sys
+for top in sys.argv[1:]:
+    for directory, _, names in os.walk(top):
+        for name in sorted(names):
+            try:
+                with open(os.path.join(directory, name), "rb", buffering=0) as file:
+                    while file.read(1 << 20):
+                        pass
+            except OSError as error:
+                print("errno", error.errno)
+                sys.exit(3)
+print("all read")
+"""]  # fmt: skip
+WHOLE = [*READ_ALL, "/bin", "/usr"]
+NOT_TO_BE_READ = [*READ_ALL, "/proc/self/map_files", "/proc/self/attr", "/proc/1"]  # fails with all code that it takes
+
+
+class Shared:
+    """A store in a directory that all nodes have."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = f"file://{root}"
+
+    def source(self, url: str | None = None) -> StoreSource:
+        return StoreSource(url=url or self.url, environment=ENVIRONMENT)
+
+    @property
+    def data(self) -> Path:
+        (data,) = (self.root / "data").glob("*/*")
+        return data
+
+
+@pytest.fixture
+async def shared(tmp_path: Path, small_store: Path) -> Shared:
+    """A node has pushed to it, and is gone."""
+    if not Path("/dev/fuse").exists():
+        pytest.skip("this host has no FUSE")
+    store = EnvironmentStore(small_store)
+    if any(store.layers.get(digest).kind is not LayerKind.EROFS for digest in store.layers.digests()):
+        pytest.skip("this host makes no EROFS images")
+    shared = Shared(tmp_path / "shared")
+    with private_place(small_store) as place:
+        async with served(place) as (_, client):
+            await client.environments.push(ENVIRONMENT, shared.url)
+    return shared
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    with private_place(None) as place:
+        yield place
+
+
+@asynccontextmanager
+async def with_it(place: Place, shared: Shared, url: str | None = None) -> AsyncIterator[AsyncClient]:
+    """A node that has built the environment from the store."""
+    async with served(place) as (_, client):
+        await client.environments.build(MINE, shared.source(url))
+        yield client
+
+
+async def use_of(client: AsyncClient) -> dsec.LayerUse:
+    (layer,) = (await client.environments.stats(MINE)).layers
+    return layer
+
+
+def loader_of(place: Place) -> list[int]:
+    mark = b"\0--run\0" + str(place.run).encode() + b"\0"
+    return [pid for pid in all_processes() if b"dsec-loader" in (line := command_line(pid)) and mark in line]
+
+
+def drop_page_cache() -> None:
+    Path("/proc/sys/vm/drop_caches").write_text("1")
+
+
+async def test_what_is_pushed_is_built_elsewhere_and_only_what_is_read_comes(place: Place, shared: Shared) -> None:
+    async with with_it(place, shared) as client:
+        before = await use_of(client)
+        async with await client.create(MINE) as sb:
+            said = await sb.exec(PYTHON, check=True)
+        after = await use_of(client)
+
+    assert said.stdout == "[42]\n"
+    assert (before.store, before.loaded, before.present_bytes) == (shared.url, False, 0)
+    assert after.failure is None
+    assert 0 < after.fetched_bytes < after.present_bytes < after.size_bytes // 2
+    assert after.touched_bytes > 0 < after.misses
+
+
+async def test_the_next_node_loads_first_what_a_trace_says(place: Place, shared: Shared) -> None:
+    async with with_it(place, shared) as client:
+        with pytest.raises(ConflictError, match="has been read"):
+            await client.environments.trace(MINE)
+        async with await client.create(MINE) as sb:
+            await sb.exec(PYTHON, check=True)
+        (traced,) = (await client.environments.trace(MINE)).layers
+        untraced_misses = (await use_of(client)).misses
+
+    with private_place(None) as third:
+        async with with_it(third, shared) as client, await client.create(MINE) as sb:
+            chunk = 256 << 10
+
+            async def all_there() -> bool:
+                return (await use_of(client)).present_bytes >= (traced.chunks - 1) * chunk
+
+            await eventually(all_there)
+            missed = (await use_of(client)).misses
+            await sb.exec(PYTHON, check=True)
+            # The kernel reads ahead a little differently each time.
+            assert (await use_of(client)).misses - missed < untraced_misses // 4
+
+
+async def test_pushing_and_building_again_find_it_done(place: Place, shared: Shared, small_store: Path) -> None:
+    events: list[BuildEvent] = []
+    objects = {path: path.stat().st_ino for path in shared.root.rglob("*/*/*") if path.is_file()}
+    with private_place(small_store) as first:
+        async with served(first) as (_, client):
+            await client.environments.push(ENVIRONMENT, shared.url, on_event=events.append)
+            with pytest.raises(UnsupportedError, match="read only"):
+                await client.environments.push(ENVIRONMENT, "http://127.0.0.1:1/store")
+    async with with_it(place, shared) as client:
+        first_info = await client.environments.get(MINE)
+        again = await client.environments.build(MINE, shared.source())
+
+    assert any("there already" in event.message for event in events)
+    assert {path: path.stat().st_ino for path in objects} == objects
+    assert not list((shared.root / ".drafts").iterdir())
+    assert again == first_info
+
+
+async def test_a_store_that_is_damaged_is_an_error_inside_and_is_told_outside(place: Place, shared: Shared) -> None:
+    good = shared.data.read_bytes()
+    async with with_it(place, shared) as client, await client.create(MINE) as sb:
+        assert "errno" in (await sb.exec(NOT_TO_BE_READ)).stdout
+        shared.data.write_bytes(bytes(len(good)))
+
+        assert (await sb.exec(WHOLE)).stdout == f"errno {errno.EIO}\n"
+        for _ in range(2):  # it is told to everybody who asks
+            told = await use_of(client)
+            assert told.failure is not None
+            assert (told.failure.cause, told.errors > 0, told.corrupt > 0) == ("corrupt", True, True)
+        shared.data.write_bytes(good)
+        assert (await sb.exec(WHOLE)).stdout == "all read\n"
+        assert (await use_of(client)).failure is None
+
+
+@pytest.mark.slow  # the store is waited for, for half a minute
+async def test_a_store_that_is_gone_is_an_error_until_it_is_back(place: Place, shared: Shared) -> None:
+    async with with_it(place, shared) as client, await client.create(MINE) as sb:
+        await sb.exec(PYTHON, check=True)
+        assert "errno" in (await sb.exec(NOT_TO_BE_READ)).stdout
+        shared.root.rename(shared.root.with_name("away"))
+
+        assert (await sb.exec(WHOLE)).stdout == f"errno {errno.EIO}\n"
+
+        told = await use_of(client)
+        assert told.failure is not None
+        assert told.failure.cause == "gone"
+        assert (await sb.exec(PYTHON, check=True)).stdout == "[42]\n"  # what is here goes on
+        shared.root.with_name("away").rename(shared.root)
+        assert (await sb.exec(WHOLE)).stdout == "all read\n"
+
+
+async def test_kill_9_of_the_loader_s_worker_is_not_noticed_inside(place: Place, shared: Shared) -> None:
+    async with with_it(place, shared) as client, await client.create(MINE) as sb:
+        loader = Loader(place.run, place.state / "cache", cache_bytes=0)
+        if not loader.hello().resends:
+            pytest.skip("this kernel does not ask again what a dead worker was asked")
+        running = asyncio.ensure_future(sb.exec(WHOLE, check=True))
+        for _ in range(3):
+            os.kill(loader.hello().pid, signal.SIGKILL)
+            await eventually(loader.is_running)
+            drop_page_cache()
+        assert (await running).stdout == "all read\n"
+        assert (await sb.exec(PYTHON, check=True)).stdout == "[42]\n"
+        loader.close()
+
+
+async def test_down_leaves_neither_loader_nor_mounts(place: Place, shared: Shared) -> None:
+    async with with_it(place, shared) as client:
+        async with await client.create(MINE) as sb:
+            await sb.exec(PYTHON, check=True)
+        async with place.no_leaks():  # the loader is there for all sandboxes
+            async with await client.create(MINE) as sb:
+                await sb.exec(PYTHON, check=True)
+    assert len(loader_of(place)) == 2
+
+    assert await retire_launcher(place.run) == 0
+
+    assert loader_of(place) == []
+    assert str(place.directory) not in Path("/proc/mounts").read_text()
+
+
+async def test_an_environment_that_is_removed_is_loaded_no_longer(place: Place, shared: Shared) -> None:
+    async with with_it(place, shared) as client:
+        async with await client.create(MINE) as sb:
+            await sb.exec(PYTHON, check=True)
+        await client.environments.remove(MINE)
+        await client.environments.build("other", shared.source())
+        (layer,) = (await client.environments.stats("other")).layers
+        assert not layer.loaded
+        async with await client.create("other") as sb:
+            assert (await sb.exec(PYTHON, check=True)).stdout == "[42]\n"
+
+
+async def test_a_web_server_with_ranges_is_a_store(place: Place, shared: Shared) -> None:
+    with web_server(shared.root) as (url, served_bytes):
+        async with with_it(place, shared, url) as client:
+            async with await client.create(MINE) as sb:
+                assert (await sb.exec(PYTHON, check=True)).stdout == "[42]\n"
+            use = await use_of(client)
+            with pytest.raises(UnsupportedError, match="read only"):
+                await client.environments.trace(MINE)
+
+    assert use.store == url
+    assert 0 < use.fetched_bytes <= sum(served_bytes) < shared.data.stat().st_size
+
+
+class Ranges(http.server.SimpleHTTPRequestHandler):
+    """One range a request, as stores ask for."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, *args: object, served_bytes: list[int], **options: object) -> None:
+        self.served_bytes = served_bytes
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if wanted is None:
+            super().do_GET()
+            return
+        first, last = int(wanted[1]), int(wanted[2])
+        with Path(self.translate_path(self.path)).open("rb") as file:
+            file.seek(first)
+            content = file.read(last - first + 1)
+            size = os.fstat(file.fileno()).st_size
+        self.served_bytes.append(len(content))
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{first + len(content) - 1}/{size}")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@contextmanager
+def web_server(root: Path) -> Iterator[tuple[str, list[int]]]:
+    served_bytes: list[int] = []
+    handler = partial(Ranges, directory=os.fspath(root), served_bytes=served_bytes)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", served_bytes
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
