@@ -57,7 +57,8 @@ def fingerprint(config: NodeConfig) -> list[Finding]:
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             found = Finding(what=what, status=DEGRADED, detail=f"could not be found out: {error}")
         need, cost = _MEANING[what]
-        findings.append(msgspec.structs.replace(found, need=need, cost=None if found.status == OK else cost))
+        of_lack = None if found.status == OK else found.cost or cost
+        findings.append(msgspec.structs.replace(found, need=need, cost=of_lack))
     return findings
 
 
@@ -65,7 +66,7 @@ def fingerprint(config: NodeConfig) -> list[Finding]:
 _MEANING: Final = {
     "root": ("needed", "no container can be made: namespaces of many ids, cgroups and layers need it"),
     "programs": ("needed", "no container can be made"),
-    "kernel": ("needed", "layers need loop devices, or no container can be made"),
+    "kernel": ("needed", "layers are kept as directories, or no container can be made"),
     "cgroups": ("needed", "sandboxes can be neither held to limits nor ended as a whole"),
     "user namespaces": ("needed", "no container can be made"),
     "overlayfs": ("needed", "no container can be made"),
@@ -75,7 +76,8 @@ _MEANING: Final = {
     "EROFS": ("advised", "layers are kept as directories, which take more room, files and memory"),
     "descriptors": ("advised", "fewer sandboxes at once: each takes about four"),
     "host limits": ("advised", "the last sandboxes find nothing left of what all share, long before the node is full"),
-    "Landlock": ("optional", "one of several walls around the agent is missing"),
+    "Landlock": ("optional", "nothing of ours: programs inside cannot confine themselves with it"),
+    "stores": ("optional", "`dsec env build --store` does not work: nothing is loaded on demand"),
     "Debian packages": ("optional", "`dsec env build --debian` does not work; tar, directory and OCI do"),
     "KVM": ("optional", "nothing yet: virtual machines are not built in"),
 }
@@ -85,7 +87,7 @@ def _probes(config: NodeConfig) -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "root", _root
     yield "programs", _programs
     yield "kernel", _kernel
-    yield "cgroups", _cgroups
+    yield "cgroups", hierarchies
     yield "user namespaces", _user_namespaces
     yield "overlayfs", lambda: _filesystem("overlay", "roots of sandboxes cannot be made")
     yield "EROFS", lambda: _filesystem("erofs", "layers are kept as directories")
@@ -95,6 +97,7 @@ def _probes(config: NodeConfig) -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "disk", lambda: _disk(config)
     yield "descriptors", _descriptors
     yield "host limits", lambda: host_limits(config.sandboxes_max)
+    yield "stores", stores
     yield "Debian packages", _debian
     yield "KVM", _kvm
 
@@ -116,6 +119,17 @@ def _programs() -> Finding:
     return Finding(what="programs", status=OK, detail=f"in {', '.join(map(str, places))}")
 
 
+def stores(fuse: Path = Path("/dev/fuse")) -> Finding:
+    """Whether layers can be loaded from stores as they are read."""
+    try:
+        find_binary("dsec-loader")
+    except HostError as error:
+        return Finding(what="stores", status=MISSING, detail=error.message, hint=error.hint)
+    if not fuse.exists():
+        return Finding(what="stores", status=MISSING, detail=f"no {fuse}", hint="modprobe fuse")
+    return Finding(what="stores", status=OK, detail="layers are loaded from them as they are read")
+
+
 def _debian() -> Finding:
     missing = [name for name in ("apt-get", "dpkg-deb") if shutil.which(name) is None]
     if not missing:
@@ -132,13 +146,15 @@ def _kernel() -> Finding:
         )
     if numbers < _KERNEL_GOOD:
         return Finding(
-            what="kernel", status=DEGRADED, detail=release, hint="6.12 or newer mounts layers without loop devices"
+            what="kernel",
+            status=DEGRADED,
+            detail=release,
+            hint="6.12 or newer mounts layers straight from files; older is not tested",
         )
     return Finding(what="kernel", status=OK, detail=release)
 
 
-def _cgroups() -> Finding:
-    root = Path("/sys/fs/cgroup")
+def hierarchies(root: Path = Path("/sys/fs/cgroup")) -> Finding:
     if (root / "cgroup.controllers").exists():
         controllers = (root / "cgroup.controllers").read_text().split()
         missing = {"cpu", "memory", "pids"} - set(controllers)
@@ -157,8 +173,9 @@ def _cgroups() -> Finding:
         return Finding(what="cgroups", status=OK, detail=f"hybrid: v1 {' '.join(v1)}, v2 without controllers")
     return Finding(
         what="cgroups",
-        status=MISSING,
+        status=DEGRADED,
         detail=f"v1 only: {' '.join(v1)}",
+        cost="sandboxes cannot be paused, and what a command has started is found by walking its processes",
         hint="mkdir -p /sys/fs/cgroup/unified && mount -t cgroup2 none /sys/fs/cgroup/unified",
     )
 
