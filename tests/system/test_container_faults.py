@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsec.core.errors import DsecError, GoneError, LaunchError, NotFoundError, Outcome
+from dsec.core.errors import DsecError, GoneError, HostError, LaunchError, NotFoundError, Outcome
 from dsec.core.ids import new_exec_id
 from dsec.core.spec import Environment, SandboxSpec, Substrate
 from dsec.sdk.client import AsyncClient
@@ -104,12 +104,15 @@ async def test_a_pause_or_resume_that_fails_at_any_step_says_so_and_can_be_asked
         async with await client.create(ENVIRONMENT) as sandbox:
             hits: list[str] = []
             async for faults in each_nth_failure("container."):
+                told: list[HostError] = []
                 with faults:
-                    with contextlib.suppress(DsecError):
-                        await sandbox.pause()
-                    with contextlib.suppress(DsecError):
-                        await sandbox.resume()
+                    for step in (sandbox.pause, sandbox.resume):
+                        try:
+                            await step()
+                        except HostError as error:
+                            told.append(error)
                 hits.append(faults.hit or "none")
+                assert [error.outcome for error in told] == [Outcome.UNCHANGED] * (faults.hit is not None)
                 await sandbox.resume()
                 assert (await sandbox.exec("echo works", timeout_s=60)).stdout == "works\n"
             assert hits == ["container.freeze", "container.freeze", "container.thaw", "container.thaw", "none"]
