@@ -18,11 +18,13 @@ import pytest
 from dsec.core.errors import CapacityError, ConflictError, DeadlineError, DsecError, InvalidArgumentError, StorageError
 from dsec.core.limits import BUILDS_MAX
 from dsec.core.spec import Environment
+from dsec.image import erofs
 from dsec.image.build import build, build_events
 from dsec.image.environments import EnvironmentStore
 from dsec.image.erofs import probe_erofs
 from dsec.image.scan import tree_digest
 from dsec.image.worker import build_key, build_now
+from dsec.node.doctor import of_environments
 from dsec.storage.layers import LayerKind
 from dsec.storage.mounts import mount_erofs
 from dsec.storage.trees import remove_tree
@@ -194,6 +196,21 @@ def test_where_images_cannot_be_mounted_layers_are_directories_and_it_says_why(s
         assert store.layers.digests() == []
     finally:
         remove_tree(state)
+
+
+def test_without_mkfs_erofs_layers_are_directories_and_the_doctor_says_how_to_get_it(
+    source: Path, store: EnvironmentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(erofs, "mkfs_program", lambda: None)
+    events: list[BuildEvent] = []
+
+    info = build_now(store, BuildRequest(name="x", source=TarSource(str(source))), events.append)
+
+    layer = store.resolve(Environment("x")).layers[0]
+    assert (info.kind, layer.kind, digest_of(layer.meta)) == ("directory", LayerKind.DIRECTORY, layer.digest)
+    assert any("mkfs.erofs is not installed" in event.message for event in events if event.kind == "log")
+    told = of_environments(store.describe())
+    assert (told.status, told.hint) == ("degraded", "apt install erofs-utils (1.8 or newer)")
 
 
 @pytest.mark.root
