@@ -5,27 +5,32 @@ from __future__ import annotations
 import asyncio
 import errno
 import http.server
+import json
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 import dsec
-from dsec.core.errors import ConflictError, UnsupportedError
+from dsec.core.errors import ConflictError, LaunchError, UnsupportedError
 from dsec.image.environments import EnvironmentStore
+from dsec.image.published import push_now
 from dsec.sdk.client import AsyncClient
 from dsec.serve.retire import retire_launcher
 from dsec.storage.layers import LayerKind
 from dsec.storage.loader import Loader
 from dsec.testing.processes import all_processes, command_line
 from dsec.testing.waiting import eventually
-from dsec.wire.environments import BuildEvent, StoreSource
+from dsec.wire.environments import BuildEvent, PushRequest, StoreSource
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
 
 pytestmark = pytest.mark.root
@@ -67,19 +72,22 @@ class Shared:
         return data
 
 
-@pytest.fixture
-async def shared(tmp_path: Path, small_store: Path) -> Shared:
-    """A node has pushed to it, and is gone."""
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory: pytest.TempPathFactory, small_store: Path) -> Path:
     if not Path("/dev/fuse").exists():
         pytest.skip("this host has no FUSE")
     store = EnvironmentStore(small_store)
     if any(store.layers.get(digest).kind is not LayerKind.EROFS for digest in store.layers.digests()):
         pytest.skip("this host makes no EROFS images")
-    shared = Shared(tmp_path / "shared")
-    with private_place(small_store) as place:
-        async with served(place) as (_, client):
-            await client.environments.push(ENVIRONMENT, shared.url)
-    return shared
+    root = tmp_path_factory.mktemp("pushed") / "store"
+    push_now(store, PushRequest(name=ENVIRONMENT, store=f"file://{root}"), lambda event: None)
+    return root
+
+
+@pytest.fixture
+def shared(tmp_path: Path, pushed: Path) -> Shared:
+    shutil.copytree(pushed, tmp_path / "shared")
+    return Shared(tmp_path / "shared")
 
 
 @pytest.fixture
@@ -149,9 +157,11 @@ async def test_the_next_node_loads_first_what_a_trace_says(place: Place, shared:
 
 async def test_pushing_and_building_again_find_it_done(place: Place, shared: Shared, small_store: Path) -> None:
     events: list[BuildEvent] = []
-    objects = {path: path.stat().st_ino for path in shared.root.rglob("*/*/*") if path.is_file()}
+    shutil.rmtree(shared.root)
     with private_place(small_store) as first:
         async with served(first) as (_, client):
+            await client.environments.push(ENVIRONMENT, shared.url)
+            objects = {path: path.stat().st_ino for path in shared.root.rglob("*/*/*") if path.is_file()}
             await client.environments.push(ENVIRONMENT, shared.url, on_event=events.append)
             with pytest.raises(UnsupportedError, match="read only"):
                 await client.environments.push(ENVIRONMENT, "http://127.0.0.1:1/store")
@@ -211,6 +221,63 @@ async def test_kill_9_of_the_loader_s_worker_is_not_noticed_inside(place: Place,
         assert (await running).stdout == "all read\n"
         assert (await sb.exec(PYTHON, check=True)).stdout == "[42]\n"
         loader.close()
+
+
+async def test_a_loader_that_is_killed_as_a_whole_is_started_again_for_new_sandboxes(
+    place: Place, shared: Shared
+) -> None:
+    async with with_it(place, shared) as client:
+        async with await client.create(MINE) as sb:
+            assert "errno" in (await sb.exec(NOT_TO_BE_READ)).stdout
+            while pids := loader_of(place):  # as long as the supervisor is there it may start another worker
+                for pid in pids:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            assert (await sb.exec(WHOLE)).stdout == f"errno {errno.EIO}\n"
+        async with await client.create(MINE) as sb:
+            assert (await sb.exec(WHOLE)).stdout == "all read\n"
+        assert (await use_of(client)).loaded
+
+
+async def test_metadata_that_is_damaged_is_a_typed_error(place: Place, shared: Shared) -> None:
+    async with with_it(place, shared) as client:
+        (meta,) = place.state.glob("layers/*/meta.erofs")
+        meta.write_bytes(bytes(meta.stat().st_size))
+
+        with pytest.raises(LaunchError) as refused:
+            await client.create(MINE)
+
+        assert "layer_mount" in str(refused.value)
+        assert await client.list() == []
+
+
+async def test_the_command_line_pushes_builds_and_tells(place: Place, shared: Shared) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "dsec", *arguments]
+        environment = {**os.environ, "DSEC_URL": place.url}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+
+    def ask(*arguments: str) -> str:
+        done = run(*arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    async with served(place) as (_, client):
+        built = ("env", "build", MINE, "--store", shared.url, "--environment", ENVIRONMENT)
+        assert await asyncio.to_thread(ask, *built) == f"{MINE}\n"
+        async with await client.create(MINE) as sb:
+            await sb.exec(PYTHON, check=True)
+        told = await asyncio.to_thread(ask, "env", "stats", MINE)
+        told_json = json.loads(await asyncio.to_thread(ask, "env", "stats", MINE, "--json"))
+        traced = await asyncio.to_thread(ask, "env", "trace", MINE)
+        assert await asyncio.to_thread(ask, "env", "push", MINE, shared.url) == f"{MINE}\n"
+        refused = await asyncio.to_thread(run, "env", "push", MINE, f"{shared.url}-new")
+
+    assert shared.url in told
+    assert told_json["layers"][0]["fetched_bytes"] > 0
+    assert "chunks" in traced
+    assert refused.returncode == 125
+    assert "cannot be published" in refused.stderr  # its data is in the other store
 
 
 async def test_down_leaves_neither_loader_nor_mounts(place: Place, shared: Shared) -> None:

@@ -94,6 +94,7 @@ class ContainerBackend:
         self._boot_id = _BOOT_ID.read_text().strip()
         self._opening = asyncio.Lock()
         self._registered: set[str] = set()  # filters and layers that the launcher of this connection knows
+        self._blobs: dict[str, str | None] = {}  # by layer that was mounted, what its data was read from
         self._registering = asyncio.Lock()
         self._connection = -1
         self._instances: dict[str, ContainerInstance] = {}
@@ -207,7 +208,8 @@ class ContainerBackend:
     async def _register(self, layers: tuple[Layer, ...]) -> None:
         """Make filters and layers known to the launcher of the present connection, each once."""
         wanted = {AGENT_FILTER, EXEC_FILTER, *(layer.digest for layer in layers)}
-        if self._connection == self.launcher.connection and wanted <= self._registered:
+        as_mounted = all(self._blobs.get(layer.digest) == layer.blob for layer in layers)
+        if self._connection == self.launcher.connection and wanted <= self._registered and as_mounted:
             return
         async with self._registering:
             if self._connection != self.launcher.connection:
@@ -222,10 +224,18 @@ class ContainerBackend:
                 await self._await_view()
             self._connection = self.launcher.connection
             for layer in layers:
-                if layer.digest not in self._registered:
-                    mount = LayerMount(layer.digest, layer.kind, layer.meta, layer.blob)
-                    await self.launcher.request(LaunchOp.LAYER_MOUNT, mount, Done)
-                    self._registered.add(layer.digest)
+                await self._register_layer(layer)
+
+    async def _register_layer(self, layer: Layer) -> None:
+        if self._blobs.get(layer.digest, layer.blob) != layer.blob:
+            # Another loader serves it, since the one of before is dead: what is mounted can be read no more.
+            await self.launcher.request(LaunchOp.LAYER_UNMOUNT, LayerRef(layer.digest), Done)
+            self._registered.discard(layer.digest)
+        if layer.digest not in self._registered:
+            mount = LayerMount(layer.digest, layer.kind, layer.meta, layer.blob)
+            await self.launcher.request(LaunchOp.LAYER_MOUNT, mount, Done)
+            self._registered.add(layer.digest)
+            self._blobs[layer.digest] = layer.blob
 
     def _watch(self, record: ContainerRecord, plan: LaunchPlan, launched: Launched) -> ContainerInstance:
         """Raises ProcessLookupError if the agent has ended meanwhile."""
@@ -331,6 +341,7 @@ class ContainerBackend:
         for digest in set((await self.launcher.request(LaunchOp.LIST, {}, Listed)).layers) - set(digests):
             # A launch that comes in between is told that there is no such layer, and registers it again.
             self._registered.discard(digest)
+            self._blobs.pop(digest, None)
             with contextlib.suppress(LauncherRefusal):
                 await self.launcher.request(LaunchOp.LAYER_UNMOUNT, LayerRef(digest), Done)
 
