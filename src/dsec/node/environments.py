@@ -84,6 +84,10 @@ class Environments(Protocol):
         """For doctor; None when there is no store."""
         ...
 
+    async def renew(self) -> None:
+        """Now and then: what is loaded on demand may have moved, or its signatures end."""
+        ...
+
     async def tidy(self, *, live: Collection[str]) -> None:
         """At the node's start: what dead builders left, and layers that nothing names or uses, are removed."""
         ...
@@ -157,6 +161,9 @@ class StoredEnvironments:
 
     async def describe(self) -> StoreFacts | None:
         return await asyncio.to_thread(self._store.describe)
+
+    async def renew(self) -> None:
+        await asyncio.to_thread(self._remote.renew, self._store.layers)
 
     async def tidy(self, *, live: Collection[str]) -> None:
         def work() -> None:

@@ -39,6 +39,7 @@ from dsec.wire.records import NodeLoad
 log = get_logger(__name__)
 
 _PRUNE_EVERY_S: Final = 600.0
+_RENEW_EVERY_S: Final = 6 * 3600.0  # signed URLs hold for days, addresses of hosts for hours
 _SAMPLE_EVERY_S: Final = 30.0
 _RECORD_RESERVE: Final = 4  # output is recorded down to this fraction of the room that creates must leave
 
@@ -291,7 +292,7 @@ class Node:
             log.warning("the environments could not be tidied up", error=str(error))
 
     async def _housekeep(self) -> None:
-        pruned_at = self.clock.monotonic_s()
+        pruned_at = renewed_at = self.clock.monotonic_s()
         sampling = Sampling(self.registry)
         while True:
             await self._sleep(_SAMPLE_EVERY_S)
@@ -301,6 +302,15 @@ class Node:
                 pruned_at = self.clock.monotonic_s()
                 with suppress(StorageError):
                     await self.journal.prune(self.clock.wall_s())
+            if self.clock.monotonic_s() - renewed_at >= _RENEW_EVERY_S:
+                renewed_at = self.clock.monotonic_s()
+                self._tasks.spawn(self._renew())
+
+    async def _renew(self) -> None:
+        try:
+            await self.environments.renew()
+        except DsecError as error:
+            log.warning("sources of layers could not be renewed", error=str(error))
 
 
 def reaches(project: str | None, owner: str) -> bool:

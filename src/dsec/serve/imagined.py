@@ -55,6 +55,9 @@ class ImaginedEnvironments:
     async def trace(self, name: str) -> EnvironmentTrace:
         raise _nothing_here()
 
+    async def renew(self) -> None:
+        """Nothing is loaded."""
+
     async def tidy(self, *, live: Collection[str]) -> None:
         """There is nothing to remove."""
 

@@ -14,7 +14,7 @@ import msgspec
 
 from dsec.core.errors import DsecError, NotFoundError, StorageError
 from dsec.observe.logs import get_logger
-from dsec.storage.layers import LayerLocation
+from dsec.storage.layers import LayerLocation, LayerStore
 from dsec.storage.loader import Loader
 from dsec.storage.store import format
 from dsec.storage.store.places import Location, Place, open_place
@@ -28,6 +28,7 @@ from dsec.wire.loader import (
     LoaderOp,
     PrefetchArgs,
     SourceArgs,
+    SourceChange,
     StatsAnswer,
     StatsArgs,
     StoreFailure,
@@ -119,6 +120,25 @@ class RemoteLayers:
             return 0
         write_trace(self._place(layer.remote.store), layer.digest, layer.remote.chunk_size, chunks)
         return len(chunks)
+
+    def renew(self, layers: LayerStore) -> None:
+        """Tell the loader where served layers are now: signed URLs end, and hosts move. What fails stays as it was."""
+        for served in self.stats().layers:
+            try:
+                self._renew(layers.get(served.digest))
+            except DsecError as error:
+                _log.warning("source_not_renewed", layer=served.digest[:12], error=error.message)
+
+    def _renew(self, layer: LayerLocation) -> None:
+        if layer.remote is None:
+            return
+        location = self._place(layer.remote.store).location(format.object_path("data", layer.digest))
+        if location.url is None:
+            return
+        self.loader.request(LoaderOp.SOURCE, SourceChange(layer.digest, source_of(location)), dict)
+        with self._mutex:
+            if (known := self._served.get(layer.digest)) is not None:
+                known.expires_at = location.expires_at
 
     def forget(self, digest: str) -> None:
         """No sandbox uses it any more. What is cached stays until the room is needed."""

@@ -100,6 +100,9 @@ class FakeEnvironments:
     async def describe(self) -> StoreFacts | None:
         return None
 
+    async def renew(self) -> None:
+        """Nothing is loaded."""
+
     async def tidy(self, *, live: Collection[str]) -> None:
         """There is nothing to remove."""
 
