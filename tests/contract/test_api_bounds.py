@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,10 +11,15 @@ import aiohttp
 import pytest
 
 from dsec.api import bodies, openstreams
+from dsec.api.routes import ROUTES
+from dsec.api.routing import WEBSOCKET, Route
+from dsec.core import limits
+from dsec.core.ids import new_sandbox_id
 from dsec.wire.frames import FrameDecoder, FrameType
 from dsec.wire.node import Method
 from tests.contract.node_double import NODE, Held, NodeDouble, data_frame
 from tests.contract.served import ADMIN, Served, serve, until
+from tests.contract.test_api_abuse import raw
 
 
 @pytest.fixture
@@ -157,3 +163,40 @@ async def test_an_upload_that_stands_still_ends_with_its_token(
     with pytest.raises(aiohttp.ClientError):
         await asyncio.wait_for(sending, 30)
     assert b"/a" not in node.files
+
+
+# ---- every route ---------------------------------------------------------------------------------
+
+
+def _path(path: str, **values: str) -> str:
+    known = {"id": new_sandbox_id(NODE), "exec": "exe_aaaaaaaaaaaaaaaa", "name": "n", "token": "t"} | values
+    return path.format_map(known)
+
+
+# Those of the others are streamed: nothing but a window of them is ever held.
+RECORDS = [route for route in ROUTES if route.body is not None and not isinstance(route.body, dict)]
+
+
+@pytest.mark.parametrize("route", RECORDS, ids=lambda route: route.name)
+async def test_a_record_above_the_bound_is_refused_before_it_has_come(api: Served, route: Route) -> None:
+    async with raw(api) as (reader, writer):
+        head = f"{route.method} {_path(route.path)} HTTP/1.1\r\nContent-Length: {limits.BODY_BYTES_MAX + 1}\r\n\r\n"
+        writer.write(head.encode())
+        answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize(
+    "route",
+    [route for route in ROUTES if "{" in route.path and route.method != WEBSOCKET and route not in RECORDS],
+    ids=lambda route: route.name,
+)
+async def test_an_id_or_name_without_bounds_reaches_no_node(api: Served, node: NodeDouble, route: Route) -> None:
+    usual = {"port": "1", "mode": "700", "owner": "root", "group": "root"}
+    query = {param.name: usual.get(param.name, "/a") for param in route.params if param.required}
+    for name in re.findall(r"{(\w+)}", route.path):
+        path = _path(route.path, **{name: "a" * 5_000})
+        async with api.local.request(route.method, path, params=query) as answer:
+            assert 400 <= answer.status < 500, await answer.text()
+    assert node.args == []
