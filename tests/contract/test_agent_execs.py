@@ -200,7 +200,7 @@ async def test_a_command_that_takes_too_long_is_terminated(under_test: AgentUnde
 
 async def test_a_command_that_ignores_term_is_killed_after_the_grace_period(under_test: AgentUnderTest) -> None:
     result = await run(
-        await under_test.client(), "trap '' TERM; echo ready; sleep 60; sleep 60", timeout_s=0.5, grace_s=0.2
+        await under_test.client(), "trap '' TERM; echo ready; sleep 60; sleep 60", timeout_s=2.0, grace_s=0.2
     )
 
     assert (result.out, result.end.signal, result.end.cause) == (b"ready\n", signal.SIGKILL, "timed_out")
@@ -210,6 +210,17 @@ async def test_a_command_that_ends_in_time_has_no_cause(under_test: AgentUnderTe
     result = await run(await under_test.client(), argv=[b"true"], timeout_s=30.0)
 
     assert (result.end.code, result.end.cause) == (0, None)
+
+
+async def test_a_kill_that_comes_with_the_start_is_not_lost(under_test: AgentUnderTest) -> None:
+    client = await under_test.client()
+    id = new_exec_id()
+
+    stream, _ = await asyncio.gather(client.exec(agent.Exec(id=id, argv=[b"sleep", b"60"])), client.kill(id))
+
+    async with asyncio.timeout(30):
+        result = await collect(stream)
+    assert (result.end.signal, result.end.cause) == (signal.SIGKILL, "killed")
 
 
 async def test_a_signal_reaches_the_command(under_test: AgentUnderTest) -> None:

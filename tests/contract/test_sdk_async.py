@@ -153,7 +153,7 @@ async def test_a_sandbox_that_was_not_started_has_no_main(sb: dsec.AsyncSandbox)
 
 async def test_a_sandbox_that_does_not_get_ready_tells_the_step(client: dsec.AsyncClient) -> None:
     with pytest.raises(errors.LaunchError) as failed:
-        await client.create("base", backend="fake", start=True, ready=dsec.ReadyProbe(shell="exit 9", timeout_s=0.2))
+        await client.create("base", backend="fake", start=True, ready=dsec.ReadyProbe(shell="exit 9", timeout_s=2.0))
 
     assert failed.value.step == "ready"
     assert "exit code 9" in failed.value.message
@@ -236,7 +236,7 @@ async def test_output_is_heard_as_it_comes(sb: dsec.AsyncSandbox) -> None:
 
 
 async def test_a_timeout_is_a_result_that_says_so(sb: dsec.AsyncSandbox) -> None:
-    result = await sb.exec("echo x; sleep 60", timeout_s=0.2, grace_s=0.1)
+    result = await sb.exec("echo x; sleep 60", timeout_s=1.0, grace_s=0.1)
 
     assert result.timed_out
     assert not result.ok

@@ -130,7 +130,7 @@ async def _live_and_die(client: NodeClient) -> None:
 async def _end_everything(client: NodeClient, service: LocalService) -> None:
     """What a failing disk did not let end is ended now that the disk works again."""
     for id in _sandboxes(service):
-        with contextlib.suppress(GoneError):
+        with contextlib.suppress(GoneError, NotFoundError):  # one whose create failed meanwhile was never there
             await client.call(Method.DESTROY, records.SandboxRef(id), records.Sandbox)
     await eventually(lambda: not _sandboxes(service))
 

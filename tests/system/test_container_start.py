@@ -69,8 +69,8 @@ async def test_a_server_is_reachable_when_the_create_returns_and_gone_with_its_s
     ("environment", "ready", "step", "why"),
     [
         ("broken", {"port": 8000}, "ready", "exit code 3"),
-        ("server", {"shell": "exit 5", "timeout_s": 0.5}, "ready", "exit code 5"),
-        ("server", {"port": 8001, "timeout_s": 0.5}, "ready", "ECONNREFUSED"),
+        ("server", {"shell": "exit 5", "timeout_s": 3.0}, "ready", "exit code 5"),
+        ("server", {"port": 8001, "timeout_s": 3.0}, "ready", "ECONNREFUSED"),
         ("missing", None, "start", "/no/such/program"),
     ],
 )

@@ -220,6 +220,7 @@ class Service:
 
     async def _exec_signal(self, request: wire.ExecSignal, caller: Caller, _: str | None) -> records.ExecInfo:
         sandbox, exec = self._exec(request.sandbox, request.exec, caller)
+        await _started(exec)
         if exec.live:
             async with sandbox.operating() as client:
                 await client.signal(exec.id, request.signal.signal, tree=request.signal.tree)
@@ -227,6 +228,7 @@ class Service:
 
     async def _exec_kill(self, request: records.ExecQuery, caller: Caller, _: str | None) -> records.ExecInfo:
         sandbox, exec = self._exec(request.sandbox, request.exec, caller)
+        await _started(exec)
         if exec.live:
             async with sandbox.operating() as client:
                 await client.kill(exec.id)
@@ -237,6 +239,7 @@ class Service:
         sandbox, exec = self._exec(request.sandbox, request.exec, caller)
         if not exec.start.tty:
             raise InvalidArgumentError("the exec has no terminal", sandbox=sandbox.id, exec=exec.id)
+        await _started(exec)
         if exec.live:
             async with sandbox.operating() as client:
                 await client.resize(exec.id, cols=request.size.cols, rows=request.size.rows)
@@ -367,6 +370,13 @@ _FILE_CALLS: Final = (
     Method.FILE_CHOWN,
     Method.FILE_SYMLINK,
 )
+
+
+async def _started(exec: NodeExec) -> None:
+    """What is asked of an exec that is just being started comes after the start."""
+    if exec.live:
+        with suppress(DsecError):
+            await asyncio.shield(exec.started)
 
 
 async def _wait_for_end(exec: NodeExec, wait_s: float | None) -> None:

@@ -177,6 +177,8 @@ class FakeExec:
             return await main()
 
         self._leader = asyncio.get_running_loop().create_task(lead())
+        if self._death is not None:  # a signal that came before its first turn
+            self._leader.cancel()
         try:
             await asyncio.wait([self._leader])
         except asyncio.CancelledError:
