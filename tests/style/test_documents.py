@@ -33,8 +33,12 @@ def test_the_tests_that_documents_name_exist() -> None:
     named = {(page, path) for page in pages for path in re.findall(r"`((?:tests|bench)/[\w./]*)`", page.read_text())}
 
     missing = [f"{relative(page)}: {path}" for page, path in sorted(named) if not (ROOT / path).exists()]
+    files = {page.name for page in tracked_files()}
+    bare = {name for page in pages for name in re.findall(r"`(test_\w+\.py)`", page.read_text())}
 
     assert missing == []
+    assert len(bare) > 10
+    assert bare <= files
 
 
 @pytest.mark.parametrize("target", ["no-such-page.md", "README.md#no-such-heading"])
