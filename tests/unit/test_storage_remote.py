@@ -32,7 +32,7 @@ class TalkedTo:
     def is_running(self) -> bool:
         return True
 
-    def request(self, op: LoaderOp, args: Any, answer: type) -> Any:
+    def request(self, op: LoaderOp, args: Any, answer: type, *, start: bool = True) -> Any:
         if op is LoaderOp.SOURCE:
             self.changes.append(args)
             return {}
@@ -45,7 +45,7 @@ class Moving:
     asked = 0
 
     def location(self, path: str) -> Location:
-        if DIGESTS[1] in path:
+        if DIGESTS[0] in path:
             raise StorageError("no credentials")
         self.asked += 1
         return Location(url=f"http://127.0.0.1/{self.asked}", expires_at=1e12)
@@ -90,11 +90,28 @@ def test_sources_are_told_anew_and_one_that_fails_does_not_keep_back_others(
     real = remote.open_place
     moving = Moving()
     monkeypatch.setattr(remote, "open_place", lambda url: moving if url == "http://store" else real(url))
-    served = (DIGESTS[1], DIGESTS[2], "9" * 64, DIGESTS[0])  # no credentials; a directory; not here; as it should be
-    loader.stats = [msgspec.structs.replace(STATS, digest=digest) for digest in served]
 
     RemoteLayers(loader).renew(layers)  # type: ignore[arg-type]
 
     (change,) = loader.changes
-    assert (change.digest, change.source.url) == (DIGESTS[0], "http://127.0.0.1/1")
+    assert (change.digest, change.source.url) == (DIGESTS[1], "http://127.0.0.1/1")
     assert change.source.addresses == ("127.0.0.1:80",)
+
+
+def test_a_layer_that_has_come_back_is_not_forgotten(loader: TalkedTo) -> None:
+    removed: list[str] = []
+    others = loader.request
+
+    def request(op: LoaderOp, args: Any, answer: type, *, start: bool = True) -> Any:
+        if op is LoaderOp.REMOVE:
+            removed.append(args.digest)
+            return {}
+        return others(op, args, answer)
+
+    loader.request = request  # type: ignore[method-assign]
+    layers = RemoteLayers(loader)  # type: ignore[arg-type]
+
+    layers.forget(DIGESTS[0], unless=lambda digest: digest == DIGESTS[0])
+    layers.forget(DIGESTS[1], unless=lambda digest: digest == DIGESTS[0])
+
+    assert removed == [DIGESTS[1]]

@@ -12,17 +12,17 @@ from dsec.wire.loader import LayerStats
 
 def environment_stats(store: EnvironmentStore, remote: RemoteLayers, name: str) -> EnvironmentStats:
     """Raises EnvironmentNotFoundError, StorageError for a layer that is lost, UnavailableError without the loader."""
-    digests = store.get(name).layers
-    served = {layer.digest: layer for layer in remote.stats().layers}
-    uses = (_use(store.layers, store.layers.get(digest), served.get(digest)) for digest in digests)
-    return EnvironmentStats(name=name, layers=tuple(uses))
+    layers = (store.layers.get(digest) for digest in store.get(name).layers)
+    return EnvironmentStats(name=name, layers=tuple(_use(store.layers, layer, remote) for layer in layers))
 
 
-def _use(layers: LayerStore, layer: LayerLocation, stats: LayerStats | None) -> LayerUse:
+def _use(layers: LayerStore, layer: LayerLocation, remote: RemoteLayers) -> LayerUse:
     if layer.remote is None:
         size = layers.record(layer.digest).size_bytes
         return LayerUse(digest=layer.digest, size_bytes=size, present_bytes=size)
-    if stats is None:
+    try:
+        stats = remote.stats_of(layer.digest)
+    except NotFoundError:
         return LayerUse(digest=layer.digest, store=layer.remote.store, size_bytes=layer.remote.size, present_bytes=0)
     return _loaded_use(layer.remote, stats)
 

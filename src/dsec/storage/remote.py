@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -51,7 +52,8 @@ class RemoteLayers:
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
-        self._mutex = threading.Lock()
+        self._mutex = threading.Lock()  # for the next
+        self._flights: dict[str, threading.Lock] = {}  # of a layer each: a store that is slow holds up its layers only
         self._served: dict[str, _Served] = {}
         self._places: dict[str, Place] = {}
         self._failures: dict[str, tuple[StoreFailure, int]] = {}  # with how often something had been fetched
@@ -60,9 +62,9 @@ class RemoteLayers:
         """The file of the layer's data. Raises StorageError, UnavailableError (store or loader), HostError."""
         assert layer.remote is not None
         assert layer.index is not None
-        with self._mutex:
+        with self._flight(layer.digest):
             known = self._served.get(layer.digest)
-            if known is not None and not _ends_soon(known.expires_at) and Path(known.path).exists():
+            if known is not None and not _ends_soon(known.expires_at) and _exists(known.path):
                 return known.path
             place = self._place(layer.remote.store)
             location = place.location(format.object_path("data", layer.digest))
@@ -72,17 +74,19 @@ class RemoteLayers:
                 chunk_size=layer.remote.chunk_size,
                 size=layer.remote.size,
                 source=source_of(location),
-                trace=self._trace(place, layer.digest) if known is None else (),
             )
             path = self.loader.request(LoaderOp.ADD, args, AddAnswer).path
             self._served[layer.digest] = _Served(path, location.expires_at)
-            return path
+        if known is None:
+            # Nobody waits for it: what is in the cache can be read while the store is gone.
+            threading.Thread(target=self._prefetch_trace, args=(layer, place), name="trace", daemon=True).start()
+        return path
 
     def stats(self, digest: str | None = None) -> StatsAnswer:
         """Nothing is served: no layers, and the loader is not started for it."""
         if not self.loader.is_running():
             return StatsAnswer([], 0, 0)
-        answer = self.loader.request(LoaderOp.STATS, StatsArgs(digest), StatsAnswer)
+        answer = self.loader.request(LoaderOp.STATS, StatsArgs(digest), StatsAnswer, start=False)
         return msgspec.structs.replace(answer, layers=[self._with_failure(layer) for layer in answer.layers])
 
     def stats_of(self, digest: str) -> LayerStats:
@@ -123,11 +127,15 @@ class RemoteLayers:
 
     def renew(self, layers: LayerStore) -> None:
         """Tell the loader where served layers are now: signed URLs end, and hosts move. What fails stays as it was."""
-        for served in self.stats().layers:
+        if not self.loader.is_running():
+            return
+        for digest in layers.digests():
             try:
-                self._renew(layers.get(served.digest))
+                self._renew(layers.get(digest))
+            except NotFoundError:
+                continue  # it is not served, or has just gone
             except DsecError as error:
-                _log.warning("source_not_renewed", layer=served.digest[:12], error=error.message)
+                _log.warning("source_not_renewed", layer=digest[:12], error=error.message)
 
     def _renew(self, layer: LayerLocation) -> None:
         if layer.remote is None:
@@ -135,31 +143,47 @@ class RemoteLayers:
         location = self._place(layer.remote.store).location(format.object_path("data", layer.digest))
         if location.url is None:
             return
-        self.loader.request(LoaderOp.SOURCE, SourceChange(layer.digest, source_of(location)), dict)
-        with self._mutex:
+        self.loader.request(LoaderOp.SOURCE, SourceChange(layer.digest, source_of(location)), dict, start=False)
+        with self._flight(layer.digest):
             if (known := self._served.get(layer.digest)) is not None:
                 known.expires_at = location.expires_at
 
-    def forget(self, digest: str) -> None:
-        """No sandbox uses it any more. What is cached stays until the room is needed."""
-        with self._mutex:
+    def forget(self, digest: str, *, unless: Callable[[str], bool] = lambda _: False) -> None:
+        """No sandbox uses it any more. What is cached stays until the room is needed.
+
+        `unless` is asked while nobody can begin to use it: it may have come back.
+        """
+        with self._flight(digest):
+            if unless(digest):
+                return
             self._served.pop(digest, None)
             self._failures.pop(digest, None)
             if self.loader.is_running():
-                self.loader.request(LoaderOp.REMOVE, LayerArgs(digest), dict)
+                self.loader.request(LoaderOp.REMOVE, LayerArgs(digest), dict, start=False)
+
+    def _flight(self, digest: str) -> threading.Lock:
+        with self._mutex:
+            return self._flights.setdefault(digest, threading.Lock())
 
     def _place(self, url: str) -> Place:
         if url not in self._places:
             self._places[url] = open_place(url)
         return self._places[url]
 
-    def _trace(self, place: Place, digest: str) -> tuple[int, ...]:
+    def _prefetch_trace(self, layer: LayerLocation, place: Place) -> None:
+        assert layer.remote is not None
         try:
-            return read_trace(place, digest)[:TRACE_CHUNKS_MAX]
+            if chunks := read_trace(place, layer.digest, layer.remote.chunk_size)[:TRACE_CHUNKS_MAX]:
+                args = PrefetchArgs(digest=layer.digest, chunks=chunks)
+                self.loader.request(LoaderOp.PREFETCH, args, dict, start=False)
         except DsecError as error:
             # It only makes things quick.
-            _log.warning("trace_not_read", layer=digest[:12], error=error.message)
-            return ()
+            _log.warning("trace_not_read", layer=layer.digest[:12], error=error.message)
+
+
+def _exists(path: str) -> bool:
+    """False also for the mount of a loader that has died, which says ENOTCONN."""
+    return os.path.exists(path)  # noqa: PTH110 - pathlib's raises then
 
 
 def source_of(location: Location) -> SourceArgs:
