@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from dsec.core.errors import DsecError, GoneError
+from dsec.core.errors import DsecError, FileError, GoneError
 from dsec.core.limits import MIB
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
@@ -209,6 +209,10 @@ print(taken, flush=True); time.sleep(600)
             break
         assert await python(sandbox, one) == "False\n"
 
+        with pytest.raises(FileError) as refused:
+            await sandbox.files.watch("/tmp")
+        assert refused.value.detail["errno"] == "EMFILE"
+        assert await works(sandbox)
         assert await python(neighbour, one) == "True\n"
         async with await neighbour.files.watch("/tmp"):
             pass
