@@ -18,6 +18,7 @@ from dsec.storage.layers import LayerKind, LayerLocation, LayerStore
 from dsec.storage.loader import Loader
 from dsec.storage.mounts import mount_erofs
 from dsec.storage.remote import RemoteLayers
+from dsec.storage.store import format
 from dsec.storage.store.places import DirectoryPlace
 from dsec.storage.store.publish import attach_layer, publish_layer, read_trace
 from dsec.wire.loader import EvictAnswer, EvictArgs, LoaderOp
@@ -117,7 +118,7 @@ def test_a_trace_is_fetched_before_anybody_asks(site: Site) -> None:
 
     site.remote.serve(site.attach())
 
-    assert len(read_trace(site.store, site.digest)) == recorded > 0
+    assert len(read_trace(site.store, site.digest, format.CHUNK_BYTES)) == recorded > 0
     until(lambda: site.remote.stats_of(site.digest).present >= recorded)
     assert site.remote.stats_of(site.digest).misses == 0
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import struct
+import tracemalloc
 from pathlib import Path
 
 import blake3
+import msgspec
 import pytest
 import zstandard
 from hypothesis import given
@@ -53,8 +55,12 @@ def test_an_object_that_is_not_what_its_name_says_is_refused() -> None:
         with pytest.raises(StorageError):
             format.unpack_object(ref, wrong)
     bomb = zstandard.ZstdCompressor().compress(bytes(50_000_000))
+    tracemalloc.start()
     with pytest.raises(StorageError):
         format.unpack_object(other, bomb)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10_000_000
 
 
 def test_an_index_of_another_blob_is_refused(tmp_path: Path) -> None:
@@ -64,3 +70,26 @@ def test_an_index_of_another_blob_is_refused(tmp_path: Path) -> None:
     format.check_index(bytes(96), blob)
     with pytest.raises(StorageError):
         format.check_index(bytes(48), blob)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"chunk_size": 0},
+        {"chunk_size": 3 << 12},
+        {"chunk_size": 8 << 20},
+        {"size": 0},
+        {"size": -1},
+        {"size": 1 << 60},
+        {"stored": -1},
+        {"stored": 300_001},
+    ],
+)
+def test_numbers_that_no_layer_has_are_refused(numbers: dict[str, int]) -> None:
+    ref, _ = format.pack_object(b"")
+    good = format.BlobRef(size=300_000, chunk_size=format.CHUNK_BYTES, stored=300_000, index=ref)
+    manifest = format.LayerManifest(digest="ab" * 32, entries=1, created_at=0.0, meta=ref, blob=good)
+
+    format.check_manifest(manifest)
+    with pytest.raises(StorageError):
+        format.check_manifest(msgspec.structs.replace(manifest, blob=msgspec.structs.replace(good, **numbers)))

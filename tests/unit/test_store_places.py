@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import http.server
 import os
 import threading
@@ -14,6 +15,7 @@ import pytest
 from dsec.core.errors import InvalidArgumentError, NotFoundError, StorageError, UnavailableError, UnsupportedError
 from dsec.storage.store import places
 from dsec.storage.store.places import DirectoryPlace, Place, WebPlace, open_place
+from dsec.storage.store.publish import read_trace
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -132,6 +134,67 @@ def test_a_write_that_fails_leaves_the_old_object_and_nothing_else(
 def test_no_name_leads_out_of_a_store(tmp_path: Path, path: str) -> None:
     with pytest.raises(InvalidArgumentError):
         DirectoryPlace(tmp_path).get(path)
+
+
+def test_a_server_that_gives_a_byte_now_and_then_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Drips:
+        length = 100
+
+        def read1(self, size: int) -> bytes:
+            return b"x"
+
+    monkeypatch.setattr(places, "_ANSWER_S", -1.0)
+    with pytest.raises(TimeoutError):
+        places._read_in_time(Drips())
+
+
+def test_an_answer_that_breaks_off_is_not_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        length = 3
+
+        def read1(self, size: int) -> bytes:
+            return b""
+
+    with pytest.raises(http.client.IncompleteRead):
+        places._read_in_time(Broken())
+
+
+def test_a_proxy_is_not_used_since_the_loader_has_none(web: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    url, root = web
+    (root / "one").write_bytes(b"text")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+
+    assert open_place(url).get("one") == b"text"
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["https://me:secret@host/x", "s3://key:secret@bucket", "https://host/x?token=secret", "https://host/x#secret"],
+)
+def test_credentials_in_the_url_of_a_store_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(InvalidArgumentError) as refusal:
+        open_place(url)
+    assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"not json",
+        b"[" * 100_000,
+        b" " * (2 << 20),
+        b'{"digest": "%s", "chunk_size": 4096, "chunks": [1]}' % (b"ab" * 32),
+        b'{"digest": "%s", "chunk_size": 262144, "chunks": [-1, 3, 4294967296]}' % (b"ab" * 32),
+    ],
+)
+def test_a_trace_of_a_store_is_used_as_far_as_it_makes_sense(tmp_path: Path, content: bytes) -> None:
+    place = DirectoryPlace(tmp_path)
+    place.put(f"traces/{'ab' * 32}.json", content)
+    try:
+        chunks = read_trace(place, "ab" * 32, 256 << 10)
+    except StorageError:
+        chunks = ()
+    assert chunks in ((), (3,))
 
 
 @pytest.mark.parametrize("url", ["", "ftp://x/y", "file://host/x", "s3://", "http://", "relative/path"])

@@ -19,7 +19,10 @@ const ROOT: u64 = 1;
 /// Names and sizes never change while a layer is served.
 const VALID_S: u64 = 3600;
 const KEEP_CACHE: u32 = 1 << 1;
+const NOTIFY_INVAL_INODE: i32 = 2;
 const NOTIFY_RESEND: i32 = 7;
+/// Requests that may wait at once: those to a store that hangs must leave room for all others on the mount.
+const BACKGROUND_MAX: u16 = 1024;
 const MAJOR: u32 = 7;
 const MINOR: u32 = 40;
 
@@ -110,8 +113,8 @@ pub fn shake_hands(mut device: &File) -> Result<bool> {
     put_u32(&mut answer, MINOR);
     put_u32(&mut answer, 128 << 10); // read-ahead
     put_u32(&mut answer, offered & wanted);
-    answer.extend(128_u16.to_le_bytes()); // requests in the background
-    answer.extend(96_u16.to_le_bytes()); // of which the device is congested
+    answer.extend(BACKGROUND_MAX.to_le_bytes());
+    answer.extend((BACKGROUND_MAX / 4 * 3).to_le_bytes()); // of which the device is congested
     put_u32(&mut answer, 4096); // writes: there are none
     put_u32(&mut answer, 1); // granularity of times
     answer.extend(((READ_BYTES_MAX / 4096) as u16).to_le_bytes());
@@ -156,6 +159,17 @@ impl Fuse {
         Ok(())
     }
 
+    /// The kernel gives up what it has cached of a file that is served anew: it may be another one now.
+    pub fn invalidate(&self, digest: &str) {
+        let mut message = Vec::with_capacity(OUT_HEADER + 24);
+        put_u32(&mut message, (OUT_HEADER + 24) as u32);
+        message.extend(NOTIFY_INVAL_INODE.to_le_bytes());
+        message.extend(0_u64.to_le_bytes());
+        message.extend(node_of(digest).to_le_bytes());
+        message.extend([0; 16]); // from its beginning, to its end
+        let _ = (&self.device).write(&message); // ENOENT: the kernel does not know the file
+    }
+
     pub fn forget(&self, digest: &str) -> Option<Served> {
         let mut all = self.served.write().unwrap_or_else(PoisonError::into_inner);
         all.remove(&node_of(digest))
@@ -169,6 +183,16 @@ impl Fuse {
     pub fn all(&self) -> Vec<Served> {
         let all = self.served.read().unwrap_or_else(PoisonError::into_inner);
         all.values().cloned().collect()
+    }
+
+    /// Bytes on the disk of all that is served, and how many chunks are known in memory.
+    pub fn held(&self) -> (u64, usize) {
+        let all = self.served.read().unwrap_or_else(PoisonError::into_inner);
+        let each = || all.values().map(|served| &served.layer);
+        (
+            each().map(|layer| layer.held_bytes()).sum(),
+            each().map(|layer| layer.index.chunks.len()).sum(),
+        )
     }
 
     fn at(&self, node: u64) -> Option<Served> {
@@ -189,7 +213,7 @@ impl Fuse {
                 Err(error) => match error.raw_os_error() {
                     // A request that was taken back while it was read; a signal.
                     Some(libc::ENOENT | libc::EINTR | libc::EAGAIN) => {}
-                    Some(libc::ENODEV) => return Ok(()),
+                    Some(libc::ENODEV | libc::ECONNABORTED) => return Ok(()),
                     _ => return Err(error).doing("reading FUSE requests"),
                 },
             }

@@ -1,17 +1,23 @@
 //! One layer that is being served: which chunks are here, who waits for which, what was touched.
 
+mod disk;
+#[cfg(test)]
+mod tests;
+
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use crate::cache::{Cache, Found};
-use crate::error::{Cause, StoreError};
-use crate::index::Index;
+use crate::error::{Cause, Result, StoreError};
+use crate::index::{Chunk, Index};
 use crate::source::Source;
 
 /// Chunks that are fetched by one request to the store.
 const RUN_CHUNKS_MAX: u32 = 16;
+/// And bytes of the store, which each thread that fetches may have in memory.
+const RUN_BYTES_MAX: u64 = 4 << 20;
 /// And of a prefetch, where many requests at once do more than long ones.
 const AHEAD_RUN_CHUNKS_MAX: u32 = 4;
 /// A reader that goes on and on has as many chunks fetched before it.
@@ -23,6 +29,8 @@ const GAP_BYTES_MAX: u64 = 64 << 10;
 const PATIENCE: Duration = Duration::from_secs(30);
 /// And while the store has not given anything since somebody waited that long in vain.
 const PATIENCE_WITH_BROKEN: Duration = Duration::from_secs(2);
+/// Nobody waits longer, whatever the threads that fetch hang in: a process that waits for a page cannot always be killed.
+const WAIT_MAX: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -32,12 +40,19 @@ enum State {
     Doubtful,
 }
 
+impl State {
+    fn is_on_disk(self) -> bool {
+        matches!(self, State::Present | State::Doubtful)
+    }
+}
+
 /// Called once: with true when the chunks are here.
 pub type Done = Box<dyn FnOnce(bool) + Send>;
 
 struct Waiter {
     left: usize,
     failed: bool,
+    since: Instant,
     done: Done,
 }
 
@@ -80,17 +95,27 @@ pub struct Layer {
     pub cache: Cache,
     pub counts: Counts,
     source: RwLock<Arc<Source>>,
+    /// Bytes of chunks that are on the disk.
+    held: AtomicU64,
     inner: Mutex<Inner>,
     /// Held for reading by whoever reads from the cache what it has found present, for writing while holes are made.
     pub holes: RwLock<()>,
 }
 
-/// Adjacent chunks, marked as being fetched: whoever has it must give it to `fetched` or `not_fetched`.
+/// Adjacent chunks, marked as being fetched: whoever has it must give it to `fetched` or `give_up`.
 #[derive(Clone, Debug)]
 pub struct Run {
     pub chunks: std::ops::Range<u32>,
     pub attempt: u32,
     pub since: Instant,
+    /// Nobody waited for it when it was taken.
+    pub ahead: bool,
+}
+
+/// What a request to the store led to: which chunks are here and checked, and why the others are not.
+pub struct Fetched {
+    pub good: Vec<bool>,
+    pub error: Option<StoreError>,
 }
 
 /// What has to be done for a wish: runs to fetch now, and whether there is something to fetch ahead.
@@ -127,12 +152,19 @@ impl Layer {
             })
             .collect();
         let count = states.len();
+        let held = states
+            .iter()
+            .zip(&index.chunks)
+            .filter(|(state, chunk)| state.is_on_disk() && !chunk.is_hole())
+            .map(|(_, chunk)| u64::from(chunk.raw))
+            .sum();
         Layer {
             digest,
             index,
             cache,
             counts: Counts::default(),
             source: RwLock::new(Arc::new(source)),
+            held: AtomicU64::new(held),
             inner: Mutex::new(Inner {
                 states,
                 used: vec![false; count],
@@ -213,13 +245,14 @@ impl Layer {
             Waiter {
                 left: missing.len(),
                 failed: false,
+                since: Instant::now(),
                 done,
             },
         );
         for (chunk, absent) in &missing {
             inner.waiting.entry(*chunk).or_default().push(waiter);
             if *absent {
-                inner.states[*chunk as usize] = State::Fetching;
+                self.set(inner, *chunk, State::Fetching);
             }
         }
         let wanted: Vec<u32> = missing
@@ -266,34 +299,126 @@ impl Layer {
             chunks: first..end,
             attempt: 0,
             since: Instant::now(),
+            ahead: true,
         })
     }
 
-    /// A run has been fetched: `good` are those of its chunks that are here and checked.
-    pub fn fetched(&self, run: &Run, good: &[bool]) {
+    /// Of a run, `good` chunks are here and checked: who waits for them is told. What is to be fetched again comes back.
+    pub fn fetched(&self, run: &Run, good: &[bool]) -> Vec<Run> {
         let mut ready = Vec::new();
+        let mut rest: Vec<Run> = Vec::new();
         {
             let mut inner = self.inner();
             inner.broken &= !good.contains(&true);
             for (chunk, good) in run.chunks.clone().zip(good) {
-                inner.states[chunk as usize] = if *good { State::Present } else { State::Absent };
-                inner.settle(chunk, *good, &mut ready);
+                if *good {
+                    self.set(&mut inner, chunk, State::Present);
+                    inner.settle(chunk, true, &mut ready);
+                } else if let Some(last) = rest.last_mut().filter(|run| run.chunks.end == chunk) {
+                    last.chunks.end += 1;
+                } else {
+                    rest.push(Run {
+                        chunks: chunk..chunk + 1,
+                        ..run.clone()
+                    });
+                }
+            }
+        }
+        if rest.iter().map(|run| run.chunks.len()).sum::<usize>() < good.len() {
+            for run in &mut rest {
+                run.since = Instant::now(); // the store gives something
             }
         }
         for (done, good) in ready {
             done(good);
         }
+        rest
     }
 
-    /// A run cannot be fetched now. Those who wait for it are told; the next who wants it tries again.
-    pub fn not_fetched(&self, run: &Run, error: StoreError) {
-        add(&self.counts.errors, 1);
+    /// A run is not fetched now, and those who wait for it are told; the next who wants it tries again. Unless `finally`,
+    /// only if nobody waits; false if somebody does.
+    pub fn give_up(&self, run: &Run, error: Option<&StoreError>, finally: bool) -> bool {
+        let mut ready = Vec::new();
         {
             let mut inner = self.inner();
-            inner.broken = true;
-            inner.last_error = Some(error);
+            if !finally && inner.is_awaited(run) {
+                return false;
+            }
+            if let Some(error) = error {
+                add(&self.counts.errors, 1);
+                inner.broken |= error.cause != Cause::Corrupt;
+                inner.last_error = Some(error.clone());
+            }
+            for chunk in run.chunks.clone() {
+                self.set(&mut inner, chunk, State::Absent);
+                inner.settle(chunk, false, &mut ready);
+            }
         }
-        self.fetched(run, &vec![false; run.chunks.len()]);
+        for (done, good) in ready {
+            done(good);
+        }
+        true
+    }
+
+    /// Those who have waited too long are told so, while what they wait for may still come.
+    pub fn expire(&self, now: Instant) {
+        self.fail_waiters(|waiter| now.saturating_duration_since(waiter.since) >= WAIT_MAX);
+    }
+
+    fn fail_waiters(&self, which: impl Fn(&Waiter) -> bool) {
+        let mut failed = Vec::new();
+        {
+            let mut guard = self.inner();
+            let inner = &mut *guard;
+            let over: Vec<u64> = inner
+                .waiters
+                .iter()
+                .filter(|(_, waiter)| which(waiter))
+                .map(|(id, _)| *id)
+                .collect();
+            if over.is_empty() {
+                return;
+            }
+            failed.extend(over.iter().filter_map(|id| inner.waiters.remove(id)));
+            inner.waiting.retain(|_, ids| {
+                ids.retain(|id| !over.contains(id));
+                !ids.is_empty()
+            });
+            add(&self.counts.errors, 1);
+            inner.broken = true;
+            inner.last_error.get_or_insert_with(|| {
+                StoreError::new(Cause::Unreachable, "the store gives nothing in time")
+            });
+        }
+        for waiter in failed {
+            (waiter.done)(false);
+        }
+    }
+
+    /// Nothing more is kept, and nobody waits any longer.
+    pub fn close(&self) -> Result<()> {
+        let unchecked: Vec<u32> = (0..)
+            .zip(&self.inner().states)
+            .filter(|(_, state)| **state == State::Doubtful)
+            .map(|(chunk, _)| chunk)
+            .collect();
+        let closed = self.cache.close(&unchecked);
+        self.fail_waiters(|_| true);
+        closed
+    }
+
+    fn set(&self, inner: &mut Inner, chunk: u32, state: State) {
+        let before = std::mem::replace(&mut inner.states[chunk as usize], state);
+        let record = &self.index.chunks[chunk as usize];
+        let raw = u64::from(record.raw);
+        match (before.is_on_disk(), state.is_on_disk()) {
+            _ if record.is_hole() => {}
+            (false, true) => add(&self.held, raw),
+            (true, false) => {
+                self.held.fetch_sub(raw, Ordering::Relaxed);
+            }
+            _ => {}
+        }
     }
 
     /// How long a run is tried for.
@@ -303,14 +428,6 @@ impl Layer {
         } else {
             PATIENCE
         }
-    }
-
-    /// Whether anybody waits for one of these chunks; nobody does for what was fetched ahead.
-    pub fn is_awaited(&self, run: &Run) -> bool {
-        let inner = self.inner();
-        run.chunks
-            .clone()
-            .any(|chunk| inner.waiting.contains_key(&chunk))
     }
 
     pub fn take_error(&self) -> Option<StoreError> {
@@ -336,65 +453,9 @@ impl Layer {
         self.inner().order.clone()
     }
 
-    /// Makes holes where nobody has read since it last came by; gives the bytes back that it freed.
-    pub fn evict(&self, at_most: u64) -> u64 {
-        let _alone = self.holes.write().unwrap_or_else(PoisonError::into_inner);
-        let mut inner = self.inner();
-        let count = inner.states.len();
-        let mut freed = 0;
-        for _ in 0..count {
-            if freed >= at_most {
-                break;
-            }
-            let chunk = inner.sweep as usize;
-            inner.sweep = (inner.sweep + 1) % count.max(1) as u32;
-            let here = matches!(inner.states[chunk], State::Present | State::Doubtful);
-            if !here || self.index.chunks[chunk].is_hole() {
-                continue;
-            }
-            if std::mem::take(&mut inner.used[chunk]) {
-                continue;
-            }
-            let raw = u64::from(self.index.chunks[chunk].raw);
-            if self
-                .cache
-                .drop_chunk(chunk as u32, self.index.start(chunk as u32), raw)
-                .is_ok()
-            {
-                inner.states[chunk] = State::Absent;
-                freed += raw;
-            }
-        }
-        add(&self.counts.evicted, freed);
-        freed
-    }
-
     /// Bytes of chunks that are on the disk.
     pub fn held_bytes(&self) -> u64 {
-        let inner = self.inner();
-        let held = inner.states.iter().zip(&self.index.chunks);
-        held.filter(|(state, chunk)| {
-            matches!(state, State::Present | State::Doubtful) && !chunk.is_hole()
-        })
-        .map(|(_, chunk)| u64::from(chunk.raw))
-        .sum()
-    }
-
-    /// Chunks from before a crash are compared with the index before anybody reads them.
-    fn check_doubtful(&self, chunks: std::ops::Range<u32>) {
-        for chunk in chunks {
-            if self.inner().states[chunk as usize] != State::Doubtful {
-                continue;
-            }
-            let record = &self.index.chunks[chunk as usize];
-            let mut bytes = vec![0; record.raw as usize];
-            let read = self.cache.read(&mut bytes, self.index.start(chunk));
-            let good = read.is_ok() && *blake3::hash(&bytes).as_bytes() == record.hash;
-            let mut inner = self.inner();
-            if inner.states[chunk as usize] == State::Doubtful {
-                inner.states[chunk as usize] = if good { State::Present } else { State::Absent };
-            }
-        }
+        self.held.load(Ordering::Relaxed)
     }
 
     fn runs_of(&self, chunks: &[u32], at_most: u32) -> Vec<Run> {
@@ -412,6 +473,7 @@ impl Layer {
                     chunks: chunk..chunk + 1,
                     attempt: 0,
                     since: Instant::now(),
+                    ahead: false,
                 }),
             }
         }
@@ -422,63 +484,26 @@ impl Layer {
     fn fits(&self, first: u32, chunk: u32) -> bool {
         let chunks = &self.index.chunks;
         let this = &chunks[chunk as usize];
-        let before = chunks[first as usize..chunk as usize]
-            .iter()
-            .rev()
-            .find(|chunk| !chunk.is_hole());
-        match before {
-            Some(before) if !this.is_hole() => this.offset - before.end() <= GAP_BYTES_MAX,
+        let solid = |chunk: &&Chunk| !chunk.is_hole();
+        let mut before = chunks[first as usize..chunk as usize].iter().filter(solid);
+        let start = before.clone().next().map(|chunk| chunk.offset);
+        match (start, before.next_back()) {
+            (Some(start), Some(before)) if !this.is_hole() => {
+                this.offset - before.end() <= GAP_BYTES_MAX && this.end() - start <= RUN_BYTES_MAX
+            }
             _ => true,
         }
-    }
-
-    /// Fetches, checks and keeps a run. The store's error, or which chunks are good.
-    pub fn fetch(&self, run: &Run) -> Result<Vec<bool>, StoreError> {
-        let chunks = &self.index.chunks[run.chunks.start as usize..run.chunks.end as usize];
-        let solid = || chunks.iter().filter(|chunk| !chunk.is_hole());
-        let (Some(first), Some(last)) = (solid().next(), solid().next_back()) else {
-            return Ok(vec![true; chunks.len()]);
-        };
-        let length = (last.end() - first.offset) as usize;
-        let bytes = self.source().read(first.offset, length)?;
-        add(&self.counts.fetches, 1);
-        add(&self.counts.fetched_bytes, length as u64);
-        let mut good = Vec::with_capacity(chunks.len());
-        for (number, chunk) in run.chunks.clone().zip(chunks) {
-            if chunk.is_hole() {
-                good.push(true);
-                continue;
-            }
-            let from = (chunk.offset - first.offset) as usize;
-            let raw = unpack(
-                &bytes[from..from + chunk.stored as usize],
-                chunk.raw as usize,
-            );
-            let Some(raw) = raw.filter(|raw| *blake3::hash(raw).as_bytes() == chunk.hash) else {
-                add(&self.counts.corrupt, 1);
-                return Err(StoreError::new(
-                    Cause::Corrupt,
-                    format!(
-                        "chunk {number} of layer {} is not what was published",
-                        &self.digest[..12]
-                    ),
-                ));
-            };
-            self.cache
-                .put(number, self.index.start(number), &raw)
-                .map_err(|error| {
-                    StoreError::new(
-                        Cause::Unavailable,
-                        format!("the cache cannot be written: {error}"),
-                    )
-                })?;
-            good.push(true);
-        }
-        Ok(good)
     }
 }
 
 impl Inner {
+    /// Whether anybody waits for one of these chunks; nobody does for what was fetched ahead.
+    fn is_awaited(&self, run: &Run) -> bool {
+        run.chunks
+            .clone()
+            .any(|chunk| self.waiting.contains_key(&chunk))
+    }
+
     fn touch(&mut self, chunk: u32) {
         self.used[chunk as usize] = true;
         if !std::mem::replace(&mut self.touched[chunk as usize], true) {
@@ -522,14 +547,4 @@ impl Inner {
             }
         }
     }
-}
-
-/// A chunk as it was; nothing when it cannot be that. As many bytes as published stand for themselves.
-fn unpack(stored: &[u8], raw: usize) -> Option<Vec<u8>> {
-    if stored.len() == raw {
-        return Some(stored.to_vec());
-    }
-    zstd::bulk::decompress(stored, raw)
-        .ok()
-        .filter(|bytes| bytes.len() == raw)
 }

@@ -3,22 +3,27 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, Instant, SystemTime};
 
-use crate::cache::{check_digest, held_bytes, Cache};
+use crate::cache::{self, check_digest, held_bytes, make_private, Cache};
 use crate::error::{Doing, Error, Result};
 use crate::fuse::{Fuse, Served};
 use crate::index::Index;
 use crate::layer::{Counts, Layer};
 use crate::pool::Pool;
-use crate::source::Source;
+use crate::source::{self, Source};
 use crate::wire::{AddArgs, LayerStats, SourceArgs, StatsAnswer, StoreFailure};
 
 const STORES_MAX: usize = 16;
 const LAYERS_MAX: usize = 4096;
 const INDEX_BYTES_MAX: u64 = 256 << 20;
+/// Chunks of all layers together: 4 TiB in chunks of 256 KiB, in about 1 GiB of memory.
+const CHUNKS_MAX: usize = 16 << 20;
+/// Hosts, with their addresses, to which connections are kept.
+const AGENTS_MAX: usize = 64;
+const WATCH_PERIOD: Duration = Duration::from_secs(1);
 /// Chunks of one trace: as many as fit a message.
 pub const TRACE_MAX: usize = 20_000;
 /// Evicting stops this far below the bound, so that it is not done for every chunk.
@@ -38,18 +43,27 @@ pub struct Library {
     pub settings: Settings,
     pub fuse: Arc<Fuse>,
     pools: Mutex<BTreeMap<String, Arc<Pool>>>,
+    agents: Mutex<BTreeMap<(String, Vec<String>), ureq::Agent>>,
+    /// Caches of layers that are not served, with their bytes; the one that was left longest ago first. Who opens, closes
+    /// or removes a cache holds it, so that no two do so to the same.
+    idle: Mutex<Vec<(String, u64)>>,
+    idle_bytes: AtomicU64,
     evicting: AtomicBool,
 }
 
 impl Library {
     pub fn new(settings: Settings, device: File) -> Result<Arc<Library>> {
         for directory in [&settings.cache, &settings.active] {
-            std::fs::create_dir_all(directory).doing(format!("making {}", directory.display()))?;
+            make_private(directory).doing(format!("making {}", directory.display()))?;
         }
+        let idle = found_caches(&settings.cache);
         Ok(Arc::new(Library {
             settings,
             fuse: Arc::new(Fuse::new(device)),
             pools: Mutex::default(),
+            agents: Mutex::default(),
+            idle_bytes: AtomicU64::new(idle.iter().map(|(_, bytes)| bytes).sum()),
+            idle: Mutex::new(idle),
             evicting: AtomicBool::new(false),
         }))
     }
@@ -59,13 +73,12 @@ impl Library {
         let doing = || format!("reading {}", self.settings.active.display());
         for entry in std::fs::read_dir(&self.settings.active).doing(doing())? {
             let path = entry.doing(doing())?.path();
-            let served = std::fs::read(&path)
-                .doing(format!("reading {}", path.display()))
-                .and_then(|bytes| {
-                    rmp_serde::from_slice::<AddArgs>(&bytes)
-                        .map_err(|error| Error::Invalid(error.to_string()))
-                })
-                .and_then(|args| self.serve(&args));
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            if check_digest(&name).is_err() {
+                let _ = std::fs::remove_file(&path); // a draft of one that was killed
+                continue;
+            }
+            let served = self.kept(&name).and_then(|args| self.serve(&args));
             if let Err(error) = served {
                 // Its readers get EIO; the others are served.
                 eprintln!(
@@ -77,30 +90,50 @@ impl Library {
         Ok(())
     }
 
-    /// Serves a layer; served already is success, with the source as it is given now.
+    /// Fails those who have waited too long, until the library is gone.
+    pub fn watch(self: &Arc<Library>) -> std::io::Result<()> {
+        let library = Arc::downgrade(self);
+        let watch = move || {
+            while let Some(library) = library.upgrade() {
+                for served in library.fuse.all() {
+                    served.layer.expire(Instant::now());
+                }
+                drop(library);
+                std::thread::sleep(WATCH_PERIOD);
+            }
+        };
+        let thread = std::thread::Builder::new().name("watch".into());
+        thread.spawn(watch).map(drop)
+    }
+
+    /// Serves a layer; served already is success, with the source as it is given now. One of the same digest and another
+    /// index is another image of the same files, and takes its place: its node has removed the first.
     pub fn add(self: &Arc<Library>, args: &AddArgs) -> Result<PathBuf> {
         check_digest(&args.digest)?;
-        if let Some(served) = self.fuse.find(&args.digest) {
+        let mut known = self.fuse.find(&args.digest);
+        if let Some(served) = &known {
+            let index = &served.layer.index;
+            let same = (index.size, index.chunk_size) == (args.size, args.chunk_size)
+                && index.hash == *blake3::hash(&index_bytes(&args.index)?).as_bytes();
+            if !same {
+                self.remove(&args.digest)?;
+                known = None;
+            }
+        }
+        if let Some(served) = known {
             served.layer.set_source(self.source(&args.source)?);
         } else {
+            self.fuse.invalidate(&args.digest);
             let served = self.serve(args)?;
             served.layer.prefetch(&args.trace);
             served.pool.ahead(&served.layer);
         }
-        let bytes = rmp_serde::to_vec_named(&AddArgs {
-            trace: Vec::new(),
-            ..args.clone()
-        })
-        .map_err(|error| Error::Invalid(error.to_string()))?;
-        let draft = self.settings.active.join(format!("{}.draft", args.digest));
-        std::fs::write(&draft, bytes).doing("keeping what is served")?;
-        std::fs::rename(&draft, self.settings.active.join(&args.digest))
-            .doing("keeping what is served")?;
+        self.keep(args)?;
         // Through our supervisor's root: who mounts may live in a namespace that does not see our mount.
         let file = self.settings.mount.join(&args.digest);
         Ok(PathBuf::from(format!(
             "/proc/{}/root{}",
-            self.settings.supervisor,
+            self.namespace(),
             file.display()
         )))
     }
@@ -112,17 +145,16 @@ impl Library {
                 "{LAYERS_MAX} layers are served already"
             )));
         }
-        let doing = format!("reading {}", args.index);
-        let length = std::fs::metadata(&args.index).doing(&doing)?.len();
-        if length > INDEX_BYTES_MAX {
-            return Err(Error::Invalid(format!(
-                "an index of {length} bytes is not taken"
+        let bytes = index_bytes(&args.index)?;
+        let index = Index::parse(&bytes, args.chunk_size, args.size)?;
+        if self.fuse.held().1 + index.chunks.len() > CHUNKS_MAX {
+            return Err(Error::Busy(format!(
+                "{CHUNKS_MAX} chunks are served already"
             )));
         }
-        let bytes = std::fs::read(&args.index).doing(&doing)?;
-        let index = Index::parse(&bytes, args.chunk_size, args.size)?;
         let source = self.source(&args.source)?;
         let pool = self.pool(&args.source)?;
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         let (cache, found) = Cache::open(&self.settings.cache, &args.digest, &index)?;
         let layer = Layer::new(args.digest.clone(), index, cache, &found, source);
         let served = Served {
@@ -130,32 +162,86 @@ impl Library {
             pool,
         };
         self.fuse.serve(served.clone())?;
+        if let Some(at) = idle.iter().position(|(digest, _)| *digest == args.digest) {
+            self.idle_bytes
+                .fetch_sub(idle.remove(at).1, Ordering::Relaxed);
+        }
         Ok(served)
     }
 
     pub fn set_source(&self, digest: &str, source: &SourceArgs) -> Result<()> {
         let served = self.find(digest)?;
         served.layer.set_source(self.source(source)?);
-        Ok(())
+        // For the next worker too: the old one may be good no longer.
+        let args = self.kept(digest)?;
+        self.keep(&AddArgs {
+            source: source.clone(),
+            ..args
+        })
+    }
+
+    /// What is served, for the next worker.
+    fn keep(&self, args: &AddArgs) -> Result<()> {
+        let bytes = rmp_serde::to_vec_named(&AddArgs {
+            trace: Vec::new(),
+            ..args.clone()
+        })
+        .map_err(|error| Error::Invalid(error.to_string()))?;
+        let draft = self.settings.active.join(format!("{}.draft", args.digest));
+        std::fs::write(&draft, bytes).doing("keeping what is served")?;
+        std::fs::rename(&draft, self.settings.active.join(&args.digest))
+            .doing("keeping what is served")
+    }
+
+    fn kept(&self, digest: &str) -> Result<AddArgs> {
+        let bytes = std::fs::read(self.settings.active.join(digest))
+            .doing(format!("reading what is kept of {digest}"))?;
+        rmp_serde::from_slice(&bytes).map_err(|error| Error::Invalid(error.to_string()))
+    }
+
+    /// A process that sees our mount: our supervisor, which stays the same, unless it has died.
+    fn namespace(&self) -> u32 {
+        let supervisor = self.settings.supervisor;
+        if std::os::unix::process::parent_id() == supervisor {
+            supervisor
+        } else {
+            std::process::id()
+        }
     }
 
     fn source(&self, args: &SourceArgs) -> Result<Source> {
         match (&args.path, &args.url) {
-            (Some(path), None) if path.starts_with('/') => Ok(Source::file(PathBuf::from(path))),
-            (None, Some(url)) => {
-                Source::http(url.clone(), &args.addresses, &self.settings.authorities)
-            }
+            (Some(path), None) if path.starts_with('/') => Ok(Source::File(PathBuf::from(path))),
+            (None, Some(url)) => Ok(Source::Http {
+                agent: self.agent(url, &args.addresses)?,
+                url: url.clone(),
+            }),
             _ => Err(Error::Invalid(
                 "a source has an absolute path, or a URL".into(),
             )),
         }
     }
 
+    /// Connections are shared by the layers of a host.
+    fn agent(&self, url: &str, addresses: &[String]) -> Result<ureq::Agent> {
+        let mut agents = self.agents.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (origin(url), addresses.to_vec());
+        if let Some(agent) = agents.get(&key) {
+            return Ok(agent.clone());
+        }
+        if agents.len() >= AGENTS_MAX {
+            agents.clear(); // who uses one keeps it
+        }
+        let agent = source::agent(url, addresses, &self.settings.authorities)?;
+        agents.insert(key, agent.clone());
+        Ok(agent)
+    }
+
     /// The threads for a store: of a host, or of a directory's file system.
     fn pool(self: &Arc<Library>, source: &SourceArgs) -> Result<Arc<Pool>> {
         let key = match (&source.path, &source.url) {
             (Some(path), _) => path.split('/').take(4).collect::<Vec<_>>().join("/"),
-            (None, Some(url)) => url.split('/').take(3).collect::<Vec<_>>().join("/"),
+            (None, Some(url)) => origin(url),
             (None, None) => String::new(),
         };
         let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
@@ -191,11 +277,16 @@ impl Library {
     pub fn remove(&self, digest: &str) -> Result<()> {
         check_digest(digest)?;
         let _ = std::fs::remove_file(self.settings.active.join(digest));
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(served) = self.fuse.forget(digest) else {
             return Ok(());
         };
         served.pool.forget(&served.layer);
-        served.layer.cache.close()
+        let closed = served.layer.close();
+        let bytes = served.layer.held_bytes();
+        idle.push((digest.into(), bytes));
+        self.idle_bytes.fetch_add(bytes, Ordering::Relaxed);
+        closed
     }
 
     pub fn prefetch(&self, digest: &str, chunks: &[u32], whole: bool) -> Result<()> {
@@ -235,13 +326,15 @@ impl Library {
     /// of those that are served.
     pub fn evict(&self, bytes: u64) -> u64 {
         let mut freed = 0;
-        for directory in self.idle_caches() {
-            if freed >= bytes {
-                return freed;
-            }
-            let held = held_bytes(&directory);
-            if std::fs::remove_dir_all(&directory).is_ok() {
-                freed += held;
+        {
+            let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+            while freed < bytes && !idle.is_empty() {
+                let (digest, held) = idle.remove(0);
+                self.idle_bytes.fetch_sub(held, Ordering::Relaxed);
+                match cache::remove(&self.settings.cache, &digest) {
+                    Ok(()) => freed += held,
+                    Err(error) => eprintln!("dsec-loader: cache {digest} stays: {error}"),
+                }
             }
         }
         // Twice round: at first each chunk only loses the mark of its last use.
@@ -268,41 +361,9 @@ impl Library {
         self.evicting.store(false, Ordering::Release);
     }
 
+    /// Asked after each fetch: nothing is counted for it.
     fn held(&self) -> u64 {
-        let active: u64 = self
-            .fuse
-            .all()
-            .iter()
-            .map(|served| served.layer.held_bytes())
-            .sum();
-        let idle: u64 = self
-            .idle_caches()
-            .iter()
-            .map(|directory| held_bytes(directory))
-            .sum();
-        active + idle
-    }
-
-    /// Directories of layers that are not served, the one that was left longest ago first.
-    fn idle_caches(&self) -> Vec<PathBuf> {
-        let Ok(entries) = std::fs::read_dir(&self.settings.cache) else {
-            return Vec::new();
-        };
-        let mut found: Vec<(SystemTime, PathBuf)> = entries
-            .flatten()
-            .filter(|entry| {
-                let name = entry.file_name();
-                name.to_str().is_some_and(|name| {
-                    check_digest(name).is_ok() && self.fuse.find(name).is_none()
-                })
-            })
-            .map(|entry| {
-                let left = entry.metadata().and_then(|facts| facts.modified());
-                (left.unwrap_or(SystemTime::UNIX_EPOCH), entry.path())
-            })
-            .collect();
-        found.sort();
-        found.into_iter().map(|(_, path)| path).collect()
+        self.fuse.held().0 + self.idle_bytes.load(Ordering::Relaxed)
     }
 
     /// An orderly end: nothing has to be checked by the next worker.
@@ -316,11 +377,50 @@ impl Library {
             pool.end();
         }
         for served in self.fuse.all() {
-            if let Err(error) = served.layer.cache.close() {
+            if let Err(error) = served.layer.close() {
                 eprintln!("dsec-loader: {error}");
             }
         }
     }
+}
+
+fn index_bytes(path: &str) -> Result<Vec<u8>> {
+    let doing = || format!("reading {path}");
+    let length = std::fs::metadata(path).doing(doing())?.len();
+    if length > INDEX_BYTES_MAX {
+        return Err(Error::Invalid(format!(
+            "an index of {length} bytes is not taken"
+        )));
+    }
+    std::fs::read(path).doing(doing())
+}
+
+fn origin(url: &str) -> String {
+    url.split('/').take(3).collect::<Vec<_>>().join("/")
+}
+
+/// The caches that are there, the one that was left longest ago first; what is being removed is gone after.
+fn found_caches(root: &Path) -> Vec<(String, u64)> {
+    let mut found: Vec<(SystemTime, String)> = Vec::new();
+    for entry in std::fs::read_dir(root).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if path.extension().is_some_and(|end| end == cache::GONE) {
+            let _ = std::fs::remove_dir_all(&path);
+        }
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if check_digest(&name).is_ok() {
+            let left = entry.metadata().and_then(|facts| facts.modified());
+            found.push((left.unwrap_or(SystemTime::UNIX_EPOCH), name));
+        }
+    }
+    found.sort();
+    found
+        .into_iter()
+        .map(|(_, name)| {
+            let bytes = held_bytes(&root.join(&name));
+            (name, bytes)
+        })
+        .collect()
 }
 
 fn stats_of(layer: &Layer) -> LayerStats {
@@ -362,8 +462,11 @@ fn stats_of(layer: &Layer) -> LayerStats {
 
 /// True when a directory has something mounted on it by us; used at start to clear what a dead one has left.
 pub fn is_mounted(path: &Path) -> bool {
-    let text = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    let path = path.to_string_lossy();
-    text.lines()
+    let text = std::fs::read("/proc/self/mounts").unwrap_or_default();
+    // As the kernel writes it.
+    let path = path.to_string_lossy().replace('\\', "\\134");
+    let path = path.replace(' ', "\\040").replace('\t', "\\011");
+    String::from_utf8_lossy(&text)
+        .lines()
         .any(|line| line.split(' ').nth(1) == Some(&path))
 }

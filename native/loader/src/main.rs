@@ -92,6 +92,9 @@ fn run(options: Options, words: &[String]) -> Result<ExitCode> {
     if !options.worker && !options.supervise {
         return detach(&place, words);
     }
+    // Signed URLs and images with set-user-id programs are nobody else's.
+    dsec_sys::process::set_umask(0o077);
+    protect();
     if !options.worker {
         let Some(lock) = supervise::lock(&place)? else {
             eprintln!("dsec-loader: another one runs in {}", place.run.display());
@@ -102,7 +105,8 @@ fn run(options: Options, words: &[String]) -> Result<ExitCode> {
         supervise::supervise(&place, words)?;
         return Ok(ExitCode::SUCCESS);
     }
-    protect();
+    // Two files a layer, and the connections.
+    dsec_sys::process::raise_open_files().doing("raising the limit of open files")?;
     let settings = Settings {
         cache,
         cache_bytes,
@@ -125,7 +129,7 @@ fn run(options: Options, words: &[String]) -> Result<ExitCode> {
 
 /// Starts the supervisor as a process of its own, and ends when it serves, or with its code when it does not.
 fn detach(place: &Place, words: &[String]) -> Result<ExitCode> {
-    let own = std::env::current_exe().doing("finding our program")?;
+    let own = supervise::own_program()?;
     let mut supervisor = Command::new(own)
         .arg("--supervise")
         .args(words)
@@ -146,7 +150,7 @@ fn detach(place: &Place, words: &[String]) -> Result<ExitCode> {
         }
         std::thread::sleep(POLL);
     }
-    let _ = supervisor.kill();
+    let _ = dsec_sys::process::kill(supervisor.id() as i32, libc::SIGTERM); // it takes worker and mount with it
     Err(Error::Busy(format!(
         "the supervisor does not serve within {} s",
         START_TIMEOUT.as_secs()

@@ -40,11 +40,12 @@ impl Pool {
             grown,
         });
         for _ in 0..THREADS {
-            let pool = Arc::clone(&pool);
+            let worker = Arc::clone(&pool);
             std::thread::Builder::new()
                 .name("fetch".into())
                 .stack_size(STACK_BYTES)
-                .spawn(move || pool.work())?;
+                .spawn(move || worker.work())
+                .inspect_err(|_| pool.end())?;
         }
         Ok(pool)
     }
@@ -85,43 +86,38 @@ impl Pool {
 
     fn work(&self) {
         while let Some((layer, run)) = self.next() {
-            match layer.fetch(&run) {
-                Ok(good) => {
-                    layer.fetched(&run, &good);
-                    (self.grown)();
-                }
-                Err(error) => self.again(layer, run, error),
+            if !run.ahead && layer.give_up(&run, None, false) {
+                continue; // whoever waited for it has been told that it takes too long
+            }
+            let fetched = layer.fetch(&run);
+            let rest = layer.fetched(&run, &fetched.good);
+            if fetched.good.contains(&true) {
+                (self.grown)();
+            }
+            let lost = || StoreError::new(Cause::Unavailable, "the store gave less than asked");
+            let error = fetched.error.unwrap_or_else(lost);
+            for run in rest {
+                self.again(&layer, run, &error);
             }
         }
     }
 
-    fn again(&self, layer: Arc<Layer>, mut run: Run, error: StoreError) {
-        // Nobody waits for what was fetched ahead: it is not tried again.
-        let given_up = match error.cause {
+    fn again(&self, layer: &Arc<Layer>, mut run: Run, error: &StoreError) {
+        let finally = match error.cause {
             Cause::Corrupt => run.attempt >= CORRUPT_TRIES, // it was read whole: time does not mend it
             _ => run.since.elapsed() >= layer.patience(),
         };
-        if given_up || !layer.is_awaited(&run) {
-            layer.not_fetched(&run, error);
-            return;
-        }
-        if error.cause == Cause::Corrupt && run.chunks.len() > 1 {
-            // The others of its request are not to suffer from one that is broken.
-            let since = run.since;
-            let single = |chunk| Run {
-                chunks: chunk..chunk + 1,
-                attempt: 0,
-                since,
-            };
-            self.fetch(&layer, run.chunks.map(single).collect());
+        // Nobody waits for what was fetched ahead: it is not tried again.
+        if layer.give_up(&run, Some(error), finally) {
             return;
         }
         let pause = (BACKOFF_FIRST * 2_u32.saturating_pow(run.attempt)).min(BACKOFF_MAX);
         run.attempt += 1;
+        run.ahead = false;
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         queue.number += 1;
         let key = (Instant::now() + pause, queue.number);
-        queue.later.insert(key, (layer, run));
+        queue.later.insert(key, (Arc::clone(layer), run));
         self.changed.notify_one();
     }
 

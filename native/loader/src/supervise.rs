@@ -85,17 +85,23 @@ fn keep_running(device: &File, signals: &OwnedFd, words: &[String], resends: boo
     let mut again = false;
     loop {
         let started = Instant::now();
-        let mut worker = start(device, words, again, resends)?;
-        let (status, told) = wait(&mut worker, signals)?;
-        if told || status.success() {
-            return Ok(());
+        match start(device, words, again, resends) {
+            Ok(mut worker) => {
+                let (status, told) = wait(&mut worker, signals)?;
+                if told || status.success() {
+                    return Ok(());
+                }
+                let how = status
+                    .signal()
+                    .map_or(format!("exit code {:?}", status.code()), |signal| {
+                        format!("signal {signal}")
+                    });
+                eprintln!("dsec-loader: the worker ended by {how}; another one is started");
+            }
+            // A machine that is out of processes or memory is so for a while: readers wait on the mount.
+            Err(error) if again => eprintln!("dsec-loader: {error}"),
+            Err(error) => return Err(error),
         }
-        let how = status
-            .signal()
-            .map_or(format!("exit code {:?}", status.code()), |signal| {
-                format!("signal {signal}")
-            });
-        eprintln!("dsec-loader: the worker ended by {how}; another one is started");
         pause = if started.elapsed() > LIVED {
             PAUSE_FIRST
         } else {
@@ -109,7 +115,7 @@ fn keep_running(device: &File, signals: &OwnedFd, words: &[String], resends: boo
 }
 
 fn start(device: &File, words: &[String], again: bool, resends: bool) -> Result<Child> {
-    let own = std::env::current_exe().doing("finding our program")?;
+    let own = own_program()?;
     let device = device.try_clone().doing("giving the device on")?;
     let mut command = Command::new(own);
     command
@@ -129,16 +135,30 @@ fn start(device: &File, words: &[String], again: bool, resends: bool) -> Result<
         .doing("starting the worker")
 }
 
+/// Our program, also when its file has been replaced by an upgrade.
+pub fn own_program() -> Result<PathBuf> {
+    let path = std::env::current_exe().doing("finding our program")?;
+    Ok(if path.exists() {
+        path
+    } else {
+        PathBuf::from("/proc/self/exe")
+    })
+}
+
 /// How the worker ended, and whether we were told to end.
 fn wait(worker: &mut Child, signals: &OwnedFd) -> Result<(std::process::ExitStatus, bool)> {
     let mut deadline: Option<Instant> = None;
+    let mut killed = false;
     loop {
         if let Some(status) = worker.try_wait().doing("waiting for the worker")? {
             return Ok((status, deadline.is_some()));
         }
-        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        if left == Some(Duration::ZERO) {
-            let _ = worker.kill();
+        let mut left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        if killed || left == Some(Duration::ZERO) {
+            if !std::mem::replace(&mut killed, true) {
+                let _ = worker.kill();
+            }
+            left = None; // it may hang in the kernel, in a file system that is gone: SIGCHLD comes when it does not
         }
         match wait_ready(&[(signals.as_fd(), Interest::Readable)], left) {
             Err(error) if error.kind() != std::io::ErrorKind::Interrupted => {

@@ -7,6 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 
+use dsec_sys::process::kill;
 use dsec_sys::seqpacket::{
     accept, listen, next_signal, receive, send, signal_descriptor, wait_ready, Interest, Kind,
 };
@@ -40,6 +41,7 @@ impl Worker {
             signal_descriptor(&[libc::SIGTERM, libc::SIGINT]).doing("blocking signals")?;
         let library = Library::new(settings, File::from(device))?;
         library.restore()?;
+        library.watch().doing("starting a thread")?;
         let _ = std::fs::remove_file(socket);
         let path = CString::new(socket.as_os_str().as_bytes())
             .map_err(|_| Error::Invalid("a path with NUL".into()))?;
@@ -49,9 +51,12 @@ impl Worker {
             let fuse = Arc::clone(&library.fuse);
             std::thread::Builder::new()
                 .name("fuse".into())
-                .spawn(move || {
-                    if let Err(error) = fuse.work() {
+                .spawn(move || match fuse.work() {
+                    // Unmounted, or aborted: the supervisor is to end too, so that another one can start afresh.
+                    Ok(()) => drop(kill(std::process::id() as i32, libc::SIGTERM)),
+                    Err(error) => {
                         eprintln!("dsec-loader: {error}");
+                        std::process::exit(1); // another worker takes the requests over
                     }
                 })
                 .doing("starting a thread")?;

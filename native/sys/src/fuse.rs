@@ -6,10 +6,10 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use crate::result::check;
 
-/// Mounts the connection `device` (an open /dev/fuse) at `path`, read-only, for root.
+/// Mounts the connection `device` (an open /dev/fuse) at `path`, read-only; by modes of files, which the kernel checks.
 pub fn mount_fuse(device: BorrowedFd, path: &CStr, read_bytes_max: u32) -> io::Result<()> {
     let options = format!(
-        "fd={},rootmode=40000,user_id=0,group_id=0,allow_other,max_read={read_bytes_max}\0",
+        "fd={},rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions,max_read={read_bytes_max}\0",
         device.as_raw_fd()
     );
     let flags = libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;

@@ -91,6 +91,7 @@ DESTROY_RETRY_S_MAX: Final = 60.0  # between tries to remove what could not be r
 IMAGE_ENTRIES_MAX: Final = 2_000_000  # files and directories of one layer: an archive of empty files is a bomb too
 IMAGE_BYTES_MAX: Final = 256 * GIB  # of file content of one layer, holes included
 STORE_OBJECT_BYTES_MAX: Final = 512 * MIB  # metadata of a layer from a store, checked in memory: a million files
+STORE_RECORD_BYTES_MAX: Final = 1 * MIB  # a manifest or a trace of a store: each is parsed whole, here
 CACHE_BYTES_MIN: Final = 64 * MIB  # of chunks from stores: below it a running program throws out what it needs next
 IMAGE_DEPTH_MAX: Final = 256  # directories inside each other: bounds descriptors here and recursion in mkfs.erofs
 IMAGE_PATH_BYTES_MAX: Final = 3_840  # below PATH_BYTES_MAX by what the path of the store adds

@@ -142,8 +142,7 @@ class StoredEnvironments:
             layers = self._store.get(name).layers
             self._store.remove(name, live=live)
             for digest in layers:
-                if not self._store.layers.has(digest):
-                    self._remote.forget(digest)
+                self._remote.forget(digest, unless=self._store.layers.has)
 
         await asyncio.to_thread(work)
 
@@ -169,7 +168,7 @@ class StoredEnvironments:
         def work() -> None:
             self._store.layers.clean()
             for digest in self._store.collect(live=live):
-                self._remote.forget(digest)
+                self._remote.forget(digest, unless=self._store.layers.has)
 
         await asyncio.to_thread(work)
 

@@ -56,12 +56,15 @@ class Loader:
         self._socket: socket.socket | None = None
         self._next_id = 1
 
-    def request(self, op: LoaderOp, args: Any, answer: type[T]) -> T:
-        """Starts the loader if need be. Raises what it answers as a typed error, UnavailableError, DeadlineError."""
+    def request(self, op: LoaderOp, args: Any, answer: type[T], *, start: bool = True) -> T:
+        """Starts the loader if need be. Raises what it answers as a typed error, UnavailableError, DeadlineError.
+
+        Without `start`, one that does not run is an UnavailableError.
+        """
         with self._mutex:
             for last in (False, True):
                 try:
-                    link = self._connected()
+                    link = self._connected(start=start)
                     return self._exchange(link, op, args, answer)
                 except (ConnectionError, BrokenPipeError) as error:
                     # Its worker went away under the request. All operations may be repeated.
@@ -139,11 +142,13 @@ class Loader:
         except msgspec.ValidationError as error:
             raise ProtocolError(f"the loader's answer to {op.value} is not understood: {error}") from error
 
-    def _connected(self) -> socket.socket:
+    def _connected(self, *, start: bool) -> socket.socket:
         if self._socket is None:
             try:
                 self._socket = self._connect()
-            except OSError:
+            except OSError as error:
+                if not start and not self._is_held():
+                    raise UnavailableError("the loader does not run", retry_after_s=1.0) from error
                 self._start()
         assert self._socket is not None
         return self._socket

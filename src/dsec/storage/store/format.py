@@ -19,6 +19,9 @@ from dsec.core.errors import StorageError
 
 STORE_VERSION: Final = 1
 CHUNK_BYTES: Final = 256 << 10
+CHUNKS_MAX: Final = 4 << 20  # of one layer; more is no number of a chunk
+_CHUNK_BYTES_MIN: Final = 4 << 10  # as native/loader/src/index.rs has them
+_CHUNK_BYTES_MAX: Final = 4 << 20
 _LEVEL: Final = 3
 _RECORD: Final = struct.Struct("<QII32s")  # as native/loader/src/index.rs reads it
 _THREADS: Final = 4
@@ -151,12 +154,28 @@ def unpack_object(ref: ObjectRef, packed: bytes) -> bytes:
     if ref.size > limits.STORE_OBJECT_BYTES_MAX:
         raise StorageError(f"an object of {ref.size} bytes is larger than the {limits.STORE_OBJECT_BYTES_MAX} we take")
     try:
-        raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=ref.size)
+        # As a stream: `decompress` makes room for whatever the frame says it holds.
+        with zstandard.ZstdDecompressor().stream_reader(packed) as reader:
+            raw = reader.read(max(ref.size, 0) + 1)
     except zstandard.ZstdError as error:
         raise StorageError(f"object {ref.sha256[:12]} of the store cannot be unpacked: {error}") from error
     if len(raw) != ref.size or hashlib.sha256(raw).hexdigest() != ref.sha256:
         raise StorageError(f"object {ref.sha256[:12]} of the store is not what was published")
     return raw
+
+
+def check_manifest(manifest: LayerManifest) -> None:
+    """Raises StorageError for numbers that no layer has; a store may be anybody's."""
+    blob = manifest.blob
+    if blob is None:
+        return
+    size = blob.chunk_size
+    if not _CHUNK_BYTES_MIN <= size <= _CHUNK_BYTES_MAX or size & (size - 1):
+        raise StorageError(f"layer {manifest.digest[:12]} of the store has chunks of {size} bytes")
+    if not 0 < blob.size <= limits.IMAGE_BYTES_MAX or not 0 <= blob.stored <= blob.size:
+        raise StorageError(
+            f"layer {manifest.digest[:12]} of the store cannot have {blob.size} bytes, {blob.stored} kept"
+        )
 
 
 def index_chunks(size: int, chunk_size: int) -> int:

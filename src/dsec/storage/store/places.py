@@ -31,6 +31,8 @@ from dsec.core.errors import (
 from dsec.storage.locks import try_lock
 
 _TIMEOUT_S: Final = 30.0
+_ANSWER_S: Final = 600.0  # for an object whole, of at most STORE_OBJECT_BYTES_MAX
+_PIECE_BYTES: Final = 1 << 20
 _TRIES: Final = 5
 _PAUSE_S: Final = 0.2
 _PATH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]*(/[A-Za-z0-9][A-Za-z0-9._:@-]*)*\Z")
@@ -85,6 +87,11 @@ class Location:
 def open_place(url: str) -> Place:
     """The store at `file:///directory`, `http(s)://host/path` or `s3://bucket/prefix`."""
     parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        # It would be in messages and on disks, where others read it.
+        raise InvalidArgumentError(
+            "the URL of a store has no user, password, query or fragment", hint="credentials are the node's own"
+        )
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path.startswith("/"):
         return DirectoryPlace(Path(unquote(parts.path)))
     if parts.scheme in ("http", "https") and parts.hostname:
@@ -218,14 +225,11 @@ class WebPlace:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         tls = urllib.request.HTTPSHandler(context=ssl.create_default_context())
-        self._opener = urllib.request.build_opener(_NoRedirect, tls)
+        # No proxy, as the loader has none: a layer whose data cannot be read is better not attached.
+        self._opener = urllib.request.build_opener(_NoRedirect, tls, urllib.request.ProxyHandler({}))
 
     def get(self, path: str) -> bytes:
-        def read(answer: Any) -> bytes:
-            content: bytes = answer.read(limits.STORE_OBJECT_BYTES_MAX + 1)
-            return content
-
-        content: bytes = self._ask("GET", path, read)
+        content: bytes = self._ask("GET", path, _read_in_time)
         if len(content) > limits.STORE_OBJECT_BYTES_MAX:
             raise StorageError(f"{path} has more than {limits.STORE_OBJECT_BYTES_MAX} bytes")
         return content
@@ -280,6 +284,19 @@ class WebPlace:
         return UnsupportedError(
             f"{self.url} is read only", hint="publish to the directory or bucket that the web server serves"
         )
+
+
+def _read_in_time(answer: Any) -> bytes:
+    """One byte more than is taken, at most. A server that gives a byte now and then is not waited for."""
+    deadline = time.monotonic() + _ANSWER_S
+    content = bytearray()
+    while piece := answer.read1(min(_PIECE_BYTES, limits.STORE_OBJECT_BYTES_MAX + 1 - len(content))):
+        content += piece
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the answer is not complete after {_ANSWER_S:g} s")
+    if answer.length and len(content) <= limits.STORE_OBJECT_BYTES_MAX:
+        raise http.client.IncompleteRead(b"", answer.length)
+    return bytes(content)
 
 
 class BucketPlace:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
-from dsec.core.errors import NotFoundError, StorageError, UnsupportedError
+from dsec.core import limits
+from dsec.core.errors import InvalidArgumentError, NotFoundError, StorageError, UnsupportedError
 from dsec.storage.layers import (
     INDEX_NAME,
     META_NAME,
@@ -20,11 +22,13 @@ from dsec.storage.store import format
 from dsec.storage.store.places import Place
 from dsec.wire import codec
 
+T = TypeVar("T")
+
 
 def require_store(place: Place, *, make: bool = False) -> None:
     """Raises NotFoundError when there is no store (with `make` it is made), StorageError for one of another kind."""
     try:
-        record = codec.from_json(place.get("dsec-store.json"), format.StoreRecord)
+        record = _record(place, "dsec-store.json", format.StoreRecord)
     except NotFoundError:
         if not make:
             raise NotFoundError(f"{place.url} is not a store", hint="make it by publishing to it") from None
@@ -82,11 +86,22 @@ def _publish_blob(layers: LayerStore, digest: str, blob: Path, place: Place) -> 
 
 
 def read_manifest(place: Place, digest: str) -> format.LayerManifest:
-    """Raises NotFoundError, or StorageError when it is not of this layer."""
-    manifest = codec.from_json(place.get(format.manifest_path(digest)), format.LayerManifest)
+    """Raises NotFoundError, or StorageError when it is not of this layer, or makes no sense."""
+    manifest = _record(place, format.manifest_path(digest), format.LayerManifest)
     if manifest.digest != digest or manifest.version != format.STORE_VERSION:
         raise StorageError(f"the store {place.url} has another layer, or another version, under {digest[:12]}")
+    format.check_manifest(manifest)
     return manifest
+
+
+def _record(place: Place, path: str, type: type[T]) -> T:
+    content = place.get(path)
+    if len(content) > limits.STORE_RECORD_BYTES_MAX:
+        raise StorageError(f"{path} of {place.url} has more than {limits.STORE_RECORD_BYTES_MAX} bytes")
+    try:
+        return codec.from_json(content, type)
+    except InvalidArgumentError as error:
+        raise StorageError(f"{path} of {place.url} is not understood: {error.message}") from error
 
 
 def attach_layer(layers: LayerStore, digest: str, place: Place) -> LayerLocation:
@@ -124,13 +139,15 @@ def attach_layer(layers: LayerStore, digest: str, place: Place) -> LayerLocation
             return layers.publish(staged, record)
 
 
-def read_trace(place: Place, digest: str) -> tuple[int, ...]:
-    """What a use of this layer wanted before, in order; empty when nobody has recorded one."""
+def read_trace(place: Place, digest: str, chunk_size: int) -> tuple[int, ...]:
+    """What a use of this layer wanted before, in order; empty when nobody has recorded one with these chunks."""
     try:
-        record = codec.from_json(place.get(format.trace_path(digest)), format.TraceRecord)
+        record = _record(place, format.trace_path(digest), format.TraceRecord)
     except NotFoundError:
         return ()
-    return record.chunks if record.digest == digest else ()
+    if (record.digest, record.chunk_size) != (digest, chunk_size):
+        return ()
+    return tuple(chunk for chunk in record.chunks if 0 <= chunk < format.CHUNKS_MAX)
 
 
 def write_trace(place: Place, digest: str, chunk_size: int, chunks: tuple[int, ...]) -> None:
