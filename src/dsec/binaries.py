@@ -23,7 +23,8 @@ def find_binary(name: str) -> Path:
     """
     for place in _PLACES:
         program = place / name
-        if program.is_file() and os.access(program, os.X_OK):
+        # Not Path.is_file, which raises where we may not look.
+        if os.path.isfile(program) and os.access(program, os.X_OK):  # noqa: PTH113
             return program
     raise HostError(
         f"the program {name} is not there; looked in {' and '.join(map(str, _PLACES))}",
