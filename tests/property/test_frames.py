@@ -16,7 +16,13 @@ from dsec.wire import agent
 from dsec.wire.codec import unpack
 from dsec.wire.frames import Frame, FrameDecoder, decode_data, encode_data, encode_frame
 
-frames = st.builds(Frame, type=st.integers(1, 8), stream=st.integers(0, 2**32 - 1), body=st.binary(max_size=300))
+frames = st.builds(
+    Frame,
+    type=st.integers(1, 8),
+    stream=st.integers(0, 2**32 - 1),
+    body=st.binary(max_size=300),
+    payload=st.just(b""),
+)
 
 
 @given(st.lists(frames, max_size=8), st.lists(st.integers(1, 200)))
