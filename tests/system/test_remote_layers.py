@@ -2,97 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dsec.core.errors import NotFoundError, StorageError
-from dsec.image.make import make_layer
-from dsec.storage.layers import LayerKind, LayerLocation, LayerStore
 from dsec.storage.loader import Loader
 from dsec.storage.mounts import mount_erofs
 from dsec.storage.remote import RemoteLayers
 from dsec.storage.store import format
-from dsec.storage.store.places import DirectoryPlace
-from dsec.storage.store.publish import attach_layer, publish_layer, read_trace
-from dsec.wire.loader import EvictAnswer, EvictArgs, LoaderOp
+from dsec.storage.store.publish import attach_layer, read_trace
+from tests.system.loader_site import (
+    DEADLINE_S,
+    FILE_BYTES,
+    FILES,
+    Site,
+    content,
+    drop_page_cache,
+    made_site,
+    read,
+    until,
+)
 
 pytestmark = pytest.mark.root
-
-FILE_BYTES = 3 << 20
-FILES = 8
-DEADLINE_S = 60.0
-
-
-def content(number: int) -> bytes:
-    return hashlib.shake_128(b"%d" % number).digest(FILE_BYTES // 2) + b"words " * (FILE_BYTES // 12)
-
-
-class Site:
-    """A layer that was published to a store in a directory, and a node that has it from there."""
-
-    def __init__(self, root: Path) -> None:
-        self.store = DirectoryPlace(root / "store")
-        builder = LayerStore(root / "builder")
-        tree = root / "tree"
-        tree.mkdir()
-        for number in range(FILES):
-            (tree / f"file{number}").write_bytes(content(number))
-        with builder.staging() as work, make_layer(builder, tree, work, lambda event: None) as held:
-            self.digest = held.digests[0]
-        if builder.get(self.digest).kind is not LayerKind.EROFS:
-            pytest.skip("this host makes no EROFS images")
-        publish_layer(builder, self.digest, self.store)
-        self.layers = LayerStore(root / "node")
-        (root / "run").mkdir()
-        self.loader = Loader(root / "run", root / "cache", cache_bytes=1 << 30)
-        self.remote = RemoteLayers(self.loader)
-        self.data = root / "store" / "data" / self.digest[:2] / self.digest
-
-    def attach(self) -> LayerLocation:
-        return attach_layer(self.layers, self.digest, self.store)
-
-    def mount(self) -> int:
-        layer = self.attach()
-        return mount_erofs(layer.meta, Path(self.remote.serve(layer)))
-
-    def forget_everything(self) -> None:
-        """Chunks leave the loader's cache and the kernel's."""
-        self.loader.request(LoaderOp.EVICT, EvictArgs(1 << 40), EvictAnswer)
-        drop_page_cache()
-
-
-def drop_page_cache() -> None:
-    Path("/proc/sys/vm/drop_caches").write_text("1")
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    if not Path("/dev/fuse").exists():
-        pytest.skip("this host has no FUSE")
-    site = Site(tmp_path)
-    yield site
-    site.loader.shutdown()
-    until(lambda: str(tmp_path) not in Path("/proc/mounts").read_text())
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.02)
-
-
-def read(top: int, number: int) -> bytes:
-    fd = os.open(f"file{number}", os.O_RDONLY, dir_fd=top)
-    with os.fdopen(fd, "rb") as file:
-        return file.read()
+    with made_site(tmp_path) as site:
+        yield site
 
 
 def test_only_what_is_read_is_fetched_and_it_is_right(site: Site) -> None:

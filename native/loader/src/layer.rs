@@ -31,6 +31,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const PATIENCE_WITH_BROKEN: Duration = Duration::from_secs(2);
 /// Nobody waits longer, whatever the threads that fetch hang in: a process that waits for a page cannot always be killed.
 const WAIT_MAX: Duration = Duration::from_secs(60);
+/// After that the kernel asks again, page by page.
+const WAIT_MAX_WITH_BROKEN: Duration = Duration::from_secs(4);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -362,7 +364,12 @@ impl Layer {
 
     /// Those who have waited too long are told so, while what they wait for may still come.
     pub fn expire(&self, now: Instant) {
-        self.fail_waiters(|waiter| now.saturating_duration_since(waiter.since) >= WAIT_MAX);
+        let limit = if self.inner().broken {
+            WAIT_MAX_WITH_BROKEN
+        } else {
+            WAIT_MAX
+        };
+        self.fail_waiters(|waiter| now.saturating_duration_since(waiter.since) >= limit);
     }
 
     fn fail_waiters(&self, which: impl Fn(&Waiter) -> bool) {

@@ -107,14 +107,16 @@ fn run(options: Options, words: &[String]) -> Result<ExitCode> {
     }
     // Two files a layer, and the connections.
     dsec_sys::process::raise_open_files().doing("raising the limit of open files")?;
+    let supervisor = std::os::unix::process::parent_id();
     let settings = Settings {
         cache,
         cache_bytes,
         active: place.active(),
         mount: place.mount(),
-        supervisor: std::os::unix::process::parent_id(),
+        supervisor,
         authorities: options.authorities.unwrap_or_else(|| AUTHORITIES.into()),
     };
+    let orphan = move || std::os::unix::process::parent_id() != supervisor;
     let device: OwnedFd = dsec_sys::fuse::standard_input().doing("taking the device")?;
     Worker::start(
         settings,
@@ -124,6 +126,9 @@ fn run(options: Options, words: &[String]) -> Result<ExitCode> {
         options.resends,
     )?
     .serve()?;
+    if orphan() {
+        supervise::tidy(&place)?; // nobody else does
+    }
     Ok(ExitCode::SUCCESS)
 }
 

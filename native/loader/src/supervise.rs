@@ -75,9 +75,14 @@ pub fn supervise(place: &Place, words: &[String]) -> Result<()> {
             .doing("writing our process id")?;
         keep_running(&device, &signals, words, resends)
     });
+    tidy(place).and(ended)
+}
+
+/// What is to be gone when nobody serves.
+pub fn tidy(place: &Place) -> Result<()> {
     let _ = std::fs::remove_file(place.socket());
     let _ = std::fs::remove_file(place.pid());
-    clear(&mount).and(ended)
+    clear(&place.mount())
 }
 
 fn keep_running(device: &File, signals: &OwnedFd, words: &[String], resends: bool) -> Result<()> {
