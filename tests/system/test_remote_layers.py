@@ -154,9 +154,8 @@ def test_the_cache_keeps_within_its_bound(site: Site, tmp_path: Path) -> None:
         for number in range(FILES):
             assert read(top, number) == content(number)
         os.close(top)
-        stats = remote.stats()
-        assert stats.cache_bytes <= 8 << 20  # one run of chunks may come on top
-        assert stats.layers[0].evicted_bytes > 0
+        until(lambda: remote.stats().cache_bytes <= 4 << 20)  # runs of chunks that are under way come on top
+        assert remote.stats().layers[0].evicted_bytes > 0
     finally:
         loader.shutdown()
 

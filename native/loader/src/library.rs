@@ -124,9 +124,7 @@ impl Library {
             served.layer.set_source(self.source(&args.source)?);
         } else {
             self.fuse.invalidate(&args.digest);
-            let served = self.serve(args)?;
-            served.layer.prefetch(&args.trace);
-            served.pool.ahead(&served.layer);
+            self.serve(args)?;
         }
         self.keep(args)?;
         // Through our supervisor's root: who mounts may live in a namespace that does not see our mount.
@@ -182,11 +180,8 @@ impl Library {
 
     /// What is served, for the next worker.
     fn keep(&self, args: &AddArgs) -> Result<()> {
-        let bytes = rmp_serde::to_vec_named(&AddArgs {
-            trace: Vec::new(),
-            ..args.clone()
-        })
-        .map_err(|error| Error::Invalid(error.to_string()))?;
+        let bytes =
+            rmp_serde::to_vec_named(args).map_err(|error| Error::Invalid(error.to_string()))?;
         let draft = self.settings.active.join(format!("{}.draft", args.digest));
         std::fs::write(&draft, bytes).doing("keeping what is served")?;
         std::fs::rename(&draft, self.settings.active.join(&args.digest))
@@ -350,15 +345,16 @@ impl Library {
     }
 
     fn keep_within_bound(&self) {
-        if self.evicting.swap(true, Ordering::AcqRel) {
-            return; // another thread is at it
+        let target = self.settings.cache_bytes - self.settings.cache_bytes / ROOM_PARTS;
+        // One thread at a time. It looks again once it is done: what others have added meanwhile they leave to it.
+        while self.held() > self.settings.cache_bytes && !self.evicting.swap(true, Ordering::AcqRel)
+        {
+            let freed = self.evict(self.held().saturating_sub(target));
+            self.evicting.swap(false, Ordering::AcqRel);
+            if freed == 0 {
+                return;
+            }
         }
-        let held = self.held();
-        if held > self.settings.cache_bytes {
-            let target = self.settings.cache_bytes - self.settings.cache_bytes / ROOM_PARTS;
-            self.evict(held - target);
-        }
-        self.evicting.store(false, Ordering::Release);
     }
 
     /// Asked after each fetch: nothing is counted for it.

@@ -78,9 +78,6 @@ pub struct AddArgs {
     pub chunk_size: u32,
     pub size: u64,
     pub source: SourceArgs,
-    /// Chunks to be fetched ahead at once, in this order.
-    #[serde(default)]
-    pub trace: Vec<u32>,
 }
 
 #[derive(Serialize)]

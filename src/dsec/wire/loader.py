@@ -71,7 +71,6 @@ class AddArgs(msgspec.Struct, frozen=True, kw_only=True):
     chunk_size: int
     size: int
     source: SourceArgs
-    trace: tuple[int, ...] = ()
 
 
 class AddAnswer(msgspec.Struct, frozen=True):
