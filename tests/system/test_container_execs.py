@@ -17,16 +17,9 @@ from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
 from dsec.security import capabilities
 from dsec.testing.waiting import eventually
-from tests.system.container_place import ENVIRONMENT, Place, private_place, served
+from tests.system.container_place import ENVIRONMENT, Place
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def node(small_store: Path) -> AsyncIterator[tuple[Place, AsyncClient]]:
-    with private_place(small_store) as place:
-        async with served(place) as (_, client):
-            yield place, client
 
 
 @pytest_asyncio.fixture(loop_scope="module")

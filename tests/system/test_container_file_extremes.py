@@ -17,7 +17,7 @@ from dsec.core.errors import DsecError, InvalidArgumentError, LimitError
 from dsec.core.limits import GIB, MIB
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
-from tests.system.container_place import ENVIRONMENT, private_place, served
+from tests.system.container_place import ENVIRONMENT
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
 
@@ -32,13 +32,6 @@ NAMES = [
     "\U0001f600".encode() * 63,
     b"\x1b[2J",
 ]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(small_store: Path) -> AsyncIterator[AsyncClient]:
-    with private_place(small_store) as place:
-        async with served(place) as (_, client):
-            yield client
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -14,18 +14,11 @@ import pytest_asyncio
 from dsec.core.errors import DsecError, FileError, NotFoundError
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
-from tests.system.container_place import ENVIRONMENT, private_place, served
+from tests.system.container_place import ENVIRONMENT
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
 
 SECRET = b"only on the host"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(small_store: Path) -> AsyncIterator[AsyncClient]:
-    with private_place(small_store) as place:
-        async with served(place) as (_, client):
-            yield client
 
 
 @pytest_asyncio.fixture(loop_scope="module")

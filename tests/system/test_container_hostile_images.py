@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from dsec.core.errors import InvalidArgumentError, LaunchError
 from dsec.sdk.client import AsyncClient
 from dsec.wire.environments import DirectorySource
 from tests.system.container_images import make_root
-from tests.system.container_place import Place, private_place, served
+from tests.system.container_place import Place
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def node(small_store: Path) -> AsyncIterator[tuple[Place, AsyncClient]]:
-    with private_place(small_store) as place:
-        async with served(place) as (_, client):
-            yield place, client
 
 
 @pytest.fixture

@@ -15,16 +15,9 @@ from dsec.core.limits import ARG_BYTES_MAX, MIB
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
 from dsec.testing.processes import all_processes
-from tests.system.container_place import ENVIRONMENT, private_place, served
+from tests.system.container_place import ENVIRONMENT
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(small_store: Path) -> AsyncIterator[AsyncClient]:
-    with private_place(small_store) as place:
-        async with served(place) as (_, client):
-            yield client
 
 
 @pytest_asyncio.fixture(loop_scope="module")
