@@ -29,6 +29,8 @@ FATAL = {"epoll_wait", "brk", "mmap", "mremap"}
 FATAL |= {"capset", "setfsuid", "setfsgid", "setgroups"}
 # They fail by a mistake of the caller alone, which is none of these: the kernel does them, and a pipe can be read.
 SURE = {"close", "rt_sigprocmask", "rt_sigaction", "munmap", "madvise", "wait4"}
+# The same, of a thread's start: libc ends the process.
+SURE |= {"rseq", "set_robust_list"}
 SURE_OF_OURS = {"read", "write"}
 # A connection that fails is replaced by the host, which finds its execs again.
 LINK = {"read", "write", "readv", "writev"}

@@ -17,6 +17,8 @@ from tests.native.agent_wire import AgentWire, request
 
 Event = dict[str, Any]
 
+_ENDS_MAX = 100  # each takes one overflow; a tree at rest has at most one for each directory
+
 
 class Told:
     """A watched tree as a caller knows it: what was there, and what was told since."""
@@ -31,11 +33,22 @@ class Told:
         self.wire.result(self.stream)
 
     def until_end(self) -> None:
-        """Makes a last file and takes all that is told up to it."""
-        name = f"end-{time.monotonic_ns()}".encode()
-        (self.root / os.fsdecode(name)).touch()
-        while name not in self.known:
-            self.take(self.wire.body(self.wire.frame(self.stream), FrameType.EVENT))
+        """Makes a last file and takes all that is told up to it.
+
+        An overflow begins with a listing of its own time, and what is told next may be older than that listing: only a
+        file that is told itself, with no overflow on the way, is an end.
+        """
+        for _ in range(_ENDS_MAX):
+            name, overflows = f"end-{time.monotonic_ns()}".encode(), self.overflows
+            (self.root / os.fsdecode(name)).touch()
+            told = False
+            while not told and self.overflows == overflows:
+                event = self.wire.body(self.wire.frame(self.stream), FrameType.EVENT)
+                self.take(event)
+                told = event["path"] == name
+            if told:
+                return
+        raise AssertionError(f"{_ENDS_MAX} files were each followed by an overflow")
 
     def until_same(self) -> None:
         """What a walk finds may be told after a later change."""

@@ -22,3 +22,4 @@ pub mod seccomp;
 pub mod seqpacket;
 pub mod signals;
 pub mod sockets;
+pub mod threads;

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use dsec_sys::process::kill;
 use dsec_sys::signals::{CONT, KILL};
+use dsec_sys::threads::spawn;
 
 const STEP: Duration = Duration::from_millis(250);
 /// A program may be long in coming from a busy disk; beyond this, not being answered is worse.
@@ -45,9 +46,7 @@ impl StartGuard {
         let mut state = self.shared.lock();
         if !state.runs {
             let shared = Arc::clone(&self.shared);
-            thread::Builder::new()
-                .stack_size(STACK_BYTES)
-                .spawn(move || watch(&shared))?;
+            spawn(STACK_BYTES, move || watch(&shared))?;
             state.runs = true;
         }
         state.starts += 1;

@@ -12,7 +12,7 @@ const READS_PER_TURN: usize = 16;
 pub struct Departure {
     pub stream: u32,
     cookie: u32,
-    path: Vec<u8>,
+    pub path: Vec<u8>,
     directory: bool,
     /// The host was told of it before.
     told: bool,
@@ -137,13 +137,11 @@ impl Watches {
         }
     }
 
-    /// A new thing has the name of one that is on its way: that one is gone first.
+    /// A new thing has the name of one that is on its way, or of a directory that one left: that one is gone first.
     fn depart_from(&mut self, stream: u32, path: &[u8]) {
-        while let Some(at) = self
-            .departures
-            .iter()
-            .position(|d| d.stream == stream && is_below(path, &d.path))
-        {
+        while let Some(at) = self.departures.iter().position(|d| {
+            d.stream == stream && (is_below(path, &d.path) || is_below(&d.path, path))
+        }) {
             let departure = self.departures.remove(at);
             self.depart(departure);
         }

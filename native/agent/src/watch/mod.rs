@@ -218,6 +218,11 @@ impl Watches {
                 }
             }
         }
+        for departure in &mut self.departures {
+            if departure.stream == stream && is_below(&departure.path, from) {
+                departure.path = moved(&departure.path, from, to);
+            }
+        }
         if let Some(watch) = self.by_stream.get_mut(&stream) {
             watch.walk.rename(from, to);
         }
