@@ -18,7 +18,7 @@ use serde_bytes::ByteBuf;
 use crate::steps::Job;
 use crate::system::{Access, Entry, MountOption, System};
 use crate::view::{Shown, Source};
-use crate::wire::{BindKind, BindMount, EtcFile, LaunchPlan, ResourceView, ViewKind};
+use crate::wire::{BindKind, BindMount, EtcFile, LaunchPlan, ResourceView, ViewKind, VolumeBind};
 
 /// A plan in which every step has something to do.
 pub fn plan() -> LaunchPlan {
@@ -35,6 +35,7 @@ pub fn plan() -> LaunchPlan {
         lowers: vec!["base".into()],
         directory: "/state/s".into(),
         upper_tmpfs_bytes: Some(1 << 20),
+        upper_device: None,
         socket: "/run/s.sock".into(),
         hostname: "sandbox".into(),
         etc_files: vec![EtcFile {
@@ -79,6 +80,22 @@ pub fn plan() -> LaunchPlan {
             memory_bytes: 64 << 20,
             live: false,
         }),
+        volumes: vec![
+            VolumeBind {
+                path: "/data/in".into(),
+                source: "/sets/in".into(),
+                device: None,
+                readonly: true,
+                inode: 7,
+            },
+            VolumeBind {
+                path: "/work".into(),
+                source: "/volumes/work".into(),
+                device: Some("/dev/loop7".into()),
+                readonly: false,
+                inode: 0,
+            },
+        ],
     }
 }
 
@@ -265,7 +282,7 @@ impl System for Fake {
         self.file(format!("open_namespace {}", path.display()))
     }
     fn is_directory(&self, _: BorrowedFd) -> io::Result<bool> {
-        self.note("is_directory".into()).map(|()| false)
+        self.note("is_directory".into()).map(|()| true)
     }
     fn inode(&self, _: BorrowedFd) -> io::Result<u64> {
         self.note("inode".into()).map(|()| 7)

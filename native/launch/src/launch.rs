@@ -11,6 +11,7 @@ use crate::process::{self, ProcessStat};
 use crate::steps::cgroups::{self, Cgroups};
 use crate::steps::check::{check, IDS_PER_SANDBOX};
 use crate::steps::inside::{self, Inside};
+use crate::steps::volumes::{self, Volume};
 use crate::steps::{root, state, view, Clock, Job, Step};
 use crate::system::System;
 use crate::undo::{Made, Undo};
@@ -73,11 +74,12 @@ fn carry_out(
     clock.begin(Step::Clone)?;
     let parts = root::collect(system, job, &holder)?;
     let covers = view::collect(system, &job.view.sources)?;
+    let volumes = volumes::collect(system, job)?;
     leave_host(system, job)?;
     clock.begin(Step::CgroupsV1)?;
     let mut child = clone(system, job, &cgroups, &socket, &covers, undo)?;
     drop((socket, covers));
-    let built = build(system, job, clock, &cgroups, parts, &child);
+    let built = build(system, job, clock, &cgroups, parts, volumes, &child);
     // A process that has failed on its own says why better than we, who only see that it no longer listens.
     let said = match built {
         Ok(()) => {
@@ -194,6 +196,7 @@ fn build(
     clock: &mut Clock,
     cgroups: &Cgroups,
     parts: root::Parts,
+    volumes: Vec<Volume>,
     child: &Child,
 ) -> Result<()> {
     clock.begin(Step::Maps)?;
@@ -218,6 +221,11 @@ fn build(
         .doing("act as", job.plan.id_base)?;
     clock.begin(Step::Overlay)?;
     let tree = root::overlay(system, parts, &users, job.layers_by_name)?;
+    if !volumes.is_empty() {
+        clock.begin(Step::Volumes)?;
+        volumes::attach(system, &volumes, &users, &tree)?;
+        drop(volumes);
+    }
     clock.begin(Step::Binds)?;
     root::scratch(system, job.plan, &tree)?;
     root::binds(system, job.plan, &tree)?;
@@ -302,6 +310,8 @@ mod tests {
             "map_ids",
             "make_mount \"overlay\" 0x4",
             "attach_at \"/root\"",
+            "resolve \"/data\"",
+            "resolve \"/data/in\"",
             "resolve \"/usr\"",
             "resolve \"/usr/bin\"",
             "resolve \"/usr/bin/tool\"",
@@ -438,7 +448,7 @@ mod tests {
     #[test]
     fn the_failing_step_is_named() {
         let outside =
-            "check cgroups directories socket clone cgroups_v1 maps overlay binds etc agent";
+            "check cgroups directories socket clone cgroups_v1 maps overlay volumes binds etc agent";
         for name in outside.split(' ') {
             let (parts, system) = (Parts::new(), Fake::new(None));
 

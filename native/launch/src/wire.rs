@@ -187,6 +187,22 @@ pub struct Viewed {
     pub view: ViewKind,
 }
 
+/// A directory of the host, or a file system on a device, at a path inside.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VolumeBind {
+    pub path: String,
+    pub source: String,
+    /// Of the ext4 that is mounted then; `source` is only its name.
+    #[serde(default)]
+    pub device: Option<String>,
+    #[serde(default)]
+    pub readonly: bool,
+    /// What `source` must be; 0: whatever it is.
+    #[serde(default)]
+    pub inode: u64,
+}
+
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LaunchPlan {
@@ -198,6 +214,8 @@ pub struct LaunchPlan {
     pub directory: String,
     #[serde(default)]
     pub upper_tmpfs_bytes: Option<u64>,
+    #[serde(default)]
+    pub upper_device: Option<String>,
     pub socket: String,
     pub hostname: String,
     #[serde(default)]
@@ -244,6 +262,8 @@ pub struct LaunchPlan {
     pub spare: bool,
     #[serde(default)]
     pub view: Option<ResourceView>,
+    #[serde(default)]
+    pub volumes: Vec<VolumeBind>,
 }
 
 #[derive(Deserialize)]

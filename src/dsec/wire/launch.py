@@ -151,6 +151,16 @@ class Viewed(msgspec.Struct, frozen=True):
     view: str  # "live" | "static"
 
 
+class VolumeBind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """A directory of the host, or the file system on a device, at a path inside: nosuid, nodev, ids as on the disk."""
+
+    path: str  # inside; directories that the image lacks are made, a symbolic link on the way is an error
+    source: str  # the directory; with a device only its name
+    device: str | None = None  # of an ext4
+    readonly: bool = False
+    inode: int = 0  # of the directory, so that another one is not taken for it; 0: whatever it is
+
+
 class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Everything the launcher does for one sandbox, decided beforehand (backends/container/plan.py).
 
@@ -163,6 +173,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     lowers: list[str]  # digests of mounted layers, lowest first; may be empty only if skeleton is all there is
     directory: str  # state directory of the sandbox: the launcher makes upper/ and work/ in it if missing
     upper_tmpfs_bytes: int | None = None  # a size-limited tmpfs below directory for upper and work; None: plain
+    upper_device: str | None = None  # of an ext4 for upper and work instead
     socket: str  # where the agent's listening socket is bound, 0600
     hostname: str
     etc_files: list[EtcFile] = []
@@ -187,6 +198,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     nofile: int | None = None
     spare: bool = False  # the agent serves nobody until it is told whom
     view: ResourceView | None = None  # None: the whole machine is shown
+    volumes: list[VolumeBind] = []
 
 
 class Launched(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ const LOWERS_MAX: usize = 64;
 const BINDS_MAX: usize = 256;
 const PATHS_MAX: usize = 256;
 const ETC_FILES_MAX: usize = 64;
+const VOLUMES_MAX: usize = 64;
 const ETC_BYTES_MAX: usize = 64 * 1024;
 const NAME_BYTES_MAX: usize = 128;
 /// What the launcher itself mounts there cannot be bound over.
@@ -33,6 +34,7 @@ pub fn check(plan: &LaunchPlan) -> Result<()> {
     check_hostname(&plan.hostname)?;
     check_paths(plan)?;
     check_inside(plan)?;
+    check_volumes(plan)?;
     check_limits(plan)
 }
 
@@ -142,6 +144,36 @@ fn check_inside(plan: &LaunchPlan) -> Result<()> {
     Ok(())
 }
 
+fn check_volumes(plan: &LaunchPlan) -> Result<()> {
+    require(plan.volumes.len() <= VOLUMES_MAX, || {
+        format!("more than {VOLUMES_MAX} volumes")
+    })?;
+    let devices = plan.volumes.iter().filter_map(|bind| bind.device.as_ref());
+    for device in devices.chain(&plan.upper_device) {
+        check_path(device)?;
+        require(device.starts_with("/dev/"), || {
+            format!("{device:?} is no device")
+        })?;
+    }
+    for (index, bind) in plan.volumes.iter().enumerate() {
+        check_path(&bind.source)?;
+        check_path(&bind.path)?;
+        let path = Path::new(&bind.path);
+        let own = OWN_DIRECTORIES
+            .iter()
+            .any(|own| path.starts_with(own) || Path::new(own).starts_with(path));
+        require(!own && path != Path::new("/etc"), || {
+            format!("a volume cannot be at {path:?}")
+        })?;
+        let nested = plan.volumes[..index].iter().any(|other| {
+            let other = Path::new(&other.path);
+            path.starts_with(other) || other.starts_with(path)
+        });
+        require(!nested, || format!("two volumes at or below {path:?}"))?;
+    }
+    Ok(())
+}
+
 fn check_limits(plan: &LaunchPlan) -> Result<()> {
     for (name, values) in &plan.rlimits {
         require(dsec_sys::identity::resource(name).is_some(), || {
@@ -201,6 +233,14 @@ mod tests {
             |plan| plan.etc_files[0].path = "/usr/x".into(),
             |plan| plan.masks = vec!["/etc/passwd".into()],
             |plan| plan.readonly_proc = vec!["/sys/x".into()],
+            |plan| plan.volumes[0].path = "/".into(),
+            |plan| plan.volumes[0].path = "/etc".into(),
+            |plan| plan.volumes[0].path = "/proc/x".into(),
+            |plan| plan.volumes[0].path = "/data/../etc".into(),
+            |plan| plan.volumes[0].source = "data".into(),
+            |plan| plan.volumes[1].device = Some("/state/x".into()),
+            |plan| plan.volumes[1].path = "/data/in/it".into(),
+            |plan| plan.upper_device = Some("/state/x".into()),
             |plan| plan.rlimits = [("nofiles".to_string(), vec![1, 1])].into(),
             |plan| plan.rlimits = [("nofile".to_string(), vec![2, 1])].into(),
             |plan| plan.sysctls = [("../x".to_string(), "1".to_string())].into(),

@@ -413,7 +413,7 @@ mod tests {
             "make_mount \"sysfs\" 0xf",
             "write_file proc/sys/kernel/shmmni 1",
             "clone_mount \"proc/sys\"",
-            "bind \"/empty/file\" \"proc/kcore\"",
+            "bind \"/empty/directory\" \"proc/kcore\"",
             "resolve \"/proc/meminfo\"",
             "pivot",
             "arrange",

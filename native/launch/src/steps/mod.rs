@@ -6,6 +6,7 @@ pub mod inside;
 pub mod root;
 pub mod state;
 pub mod view;
+pub mod volumes;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -31,6 +32,7 @@ pub enum Step {
     CgroupsV1,
     Maps,
     Overlay,
+    Volumes,
     Binds,
     Etc,
     Ids,
@@ -47,7 +49,7 @@ pub enum Step {
     Agent,
 }
 
-const STEPS: [(Step, &str); 22] = [
+const STEPS: [(Step, &str); 23] = [
     (Step::Check, "check"),
     (Step::Cgroups, "cgroups"),
     (Step::Directories, "directories"),
@@ -56,6 +58,7 @@ const STEPS: [(Step, &str); 22] = [
     (Step::CgroupsV1, "cgroups_v1"),
     (Step::Maps, "maps"),
     (Step::Overlay, "overlay"),
+    (Step::Volumes, "volumes"),
     (Step::Binds, "binds"),
     (Step::Etc, "etc"),
     (Step::Ids, "ids"),

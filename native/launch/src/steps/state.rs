@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use dsec_sys::mounts::attr;
 
 use crate::error::{Doing, Result};
+use crate::steps::volumes;
 use crate::system::{c_path, MountOption, System};
 use crate::undo::{Made, Undo};
 use crate::wire::LaunchPlan;
@@ -17,9 +18,16 @@ pub const DISK: &str = "disk";
 pub fn make(system: &dyn System, plan: &LaunchPlan, undo: &mut Undo) -> Result<PathBuf> {
     let directory = PathBuf::from(&plan.directory);
     make_missing(system, &directory, 0o700, undo)?;
-    let holder = match plan.upper_tmpfs_bytes {
-        Some(bytes) => make_disk(system, &directory, bytes, undo)?,
-        None => directory,
+    let holder = match (&plan.upper_device, plan.upper_tmpfs_bytes) {
+        (Some(device), _) => {
+            let mount = volumes::mount_of_device(system, device)?;
+            attach_disk(system, &directory, &mount, undo)?
+        }
+        (None, Some(bytes)) => {
+            let mount = make_tmpfs(system, &directory, bytes)?;
+            attach_disk(system, &directory, &mount, undo)?
+        }
+        (None, None) => directory,
     };
     make_missing(system, &holder.join("upper"), 0o755, undo)?;
     let work = holder.join("work");
@@ -31,14 +39,7 @@ pub fn make(system: &dyn System, plan: &LaunchPlan, undo: &mut Undo) -> Result<P
     Ok(holder)
 }
 
-fn make_disk(
-    system: &dyn System,
-    directory: &Path,
-    bytes: u64,
-    undo: &mut Undo,
-) -> Result<PathBuf> {
-    let path = directory.join(DISK);
-    make_missing(system, &path, 0o700, undo)?;
+fn make_tmpfs(system: &dyn System, directory: &Path, bytes: u64) -> Result<OwnedFd> {
     // A bound on inodes too, so that small files cannot take what the size forbids: one for each 4 KiB.
     let inodes = (bytes / 4096).max(1024);
     let options = [
@@ -46,9 +47,19 @@ fn make_disk(
         MountOption::Text(c"nr_inodes", inodes.to_string()),
         MountOption::Text(c"mode", "0700".into()),
     ];
-    let mount = system
+    system
         .make_mount(c"tmpfs", &options, attr::NO_DEVICES)
-        .doing_to("make a tmpfs for", &path)?;
+        .doing_to("make a tmpfs for", directory)
+}
+
+fn attach_disk(
+    system: &dyn System,
+    directory: &Path,
+    mount: &OwnedFd,
+    undo: &mut Undo,
+) -> Result<PathBuf> {
+    let path = directory.join(DISK);
+    make_missing(system, &path, 0o700, undo)?;
     let target = c_path(&path).doing_to("name", &path)?;
     system
         .attach_at(mount.as_fd(), &target)
