@@ -70,7 +70,7 @@ async def serve(service: NodeService, node: NodeId, directory: Path) -> AsyncIte
             tokens.close()
 
 
-async def until(condition: Callable[[], Any], *, deadline_s: float = 10.0) -> None:
+async def until(condition: Callable[[], Any], *, deadline_s: float = 60.0) -> None:
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110  any condition, not only those that tell
             await asyncio.sleep(0.005)

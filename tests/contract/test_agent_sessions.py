@@ -86,7 +86,7 @@ async def test_a_timeout_leaves_the_session_usable(under_test: AgentUnderTest) -
     await client.session_open(agent.SessionOpen(name="s"))
     await run(client, "X=kept", session="s")
 
-    result = await run(client, "sleep 60", session="s", timeout_s=0.3, grace_s=2.0)
+    result = await run(client, "sleep 600", session="s", timeout_s=0.3, grace_s=60.0)
 
     assert (result.end.cause, result.end.session_ended) == ("timed_out", False)
     assert (await run(client, "echo $X", session="s")).out == b"kept\n"

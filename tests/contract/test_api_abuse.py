@@ -144,7 +144,7 @@ async def test_an_idempotency_key_has_a_bound(api: Served) -> None:
 
 
 async def test_a_head_that_never_ends_is_given_up(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "HEAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connection_module, "HEAD_TIMEOUT_S", 0.5)
     async with raw(api) as (reader, writer):
         writer.write(b"GET /v1/health HTTP/1.1\r\nHo")
         status, body = await answer_of(reader)
@@ -155,8 +155,8 @@ async def test_a_head_that_never_ends_is_given_up(api: Served, monkeypatch: pyte
 
 
 async def test_a_body_that_stands_still_is_given_up(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_module, "BODY_IDLE_S", 0.05)
-    monkeypatch.setattr(connection_module, "BODY_IDLE_S", 0.05)
+    monkeypatch.setattr(request_module, "BODY_IDLE_S", 0.5)
+    monkeypatch.setattr(connection_module, "BODY_IDLE_S", 0.5)
     async with raw(api) as (reader, writer):
         writer.write(b"POST /v1/sandboxes HTTP/1.1\r\nContent-Length: 10\r\n\r\n{")
         status, body = await answer_of(reader)
@@ -165,7 +165,7 @@ async def test_a_body_that_stands_still_is_given_up(api: Served, monkeypatch: py
 
 
 async def test_an_idle_connection_is_closed(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(connection_module, "KEEP_ALIVE_S", 0.5)
     async with raw(api) as (reader, writer):
         writer.write(b"GET /v1/health HTTP/1.1\r\n\r\n")
         text = await asyncio.wait_for(reader.read(), 60)

@@ -82,19 +82,19 @@ async def test_the_nodes_load_comes_with_every_reply_and_with_refusals(rpc: Embe
         raise CapacityError("the node is full", retry_after_s=1.0)
 
     assert rpc.load(NODE) is None
-    await rpc.call(NODE, Method.GET, b"", caller=CALLER, timeout_s=1)
+    await rpc.call(NODE, Method.GET, b"", caller=CALLER, timeout_s=60)
     assert rpc.load(NODE) == NodeLoad(sandboxes=1)
 
     service.on_call = full
     with pytest.raises(CapacityError):
-        await rpc.call(NODE, Method.CREATE, b"", caller=CALLER, timeout_s=1)
+        await rpc.call(NODE, Method.CREATE, b"", caller=CALLER, timeout_s=60)
     assert rpc.load(NODE) == NodeLoad(sandboxes=2)
     assert rpc.load(NodeId("zzzzzzzz")) is None
 
 
 async def test_an_unknown_node_is_retired(rpc: EmbeddedRpc) -> None:
     with pytest.raises(NodeRetiredError):
-        await rpc.call(NodeId("bbbbbbbb"), Method.GET, b"", caller=CALLER, timeout_s=1)
+        await rpc.call(NodeId("bbbbbbbb"), Method.GET, b"", caller=CALLER, timeout_s=60)
     with pytest.raises(NodeRetiredError):
         await rpc.open(NodeId("bbbbbbbb"), Method.EXEC_OUTPUT, b"", caller=CALLER)
 
@@ -122,9 +122,9 @@ async def test_errors_of_the_node_arrive_and_others_lose_their_text(rpc: Embedde
 
     service.on_call = fail
     with pytest.raises(StorageError, match="disk"):
-        await rpc.call(NODE, Method.GET, b"x", caller=CALLER, timeout_s=1)
+        await rpc.call(NODE, Method.GET, b"x", caller=CALLER, timeout_s=60)
     with pytest.raises(PlatformError) as told:
-        await rpc.call(NODE, Method.GET, b"", caller=CALLER, timeout_s=1)
+        await rpc.call(NODE, Method.GET, b"", caller=CALLER, timeout_s=60)
 
     assert "secret" not in str(told.value)
 
@@ -330,7 +330,7 @@ async def test_closing_the_rpc_ends_everything(rpc: EmbeddedRpc, service: Servic
         with pytest.raises(UnavailableError):
             await stream.recv()
     with pytest.raises(UnavailableError):
-        await rpc.call(NODE, Method.GET, b"", caller=CALLER, timeout_s=1)
+        await rpc.call(NODE, Method.GET, b"", caller=CALLER, timeout_s=60)
     assert rpc.streams_open == 0
 
 

@@ -12,6 +12,7 @@ import pytest
 import dsec
 from dsec import errors
 from tests.contract.sdk_service import RunningService
+from tests.patience import with_a_limit
 
 
 @pytest.fixture
@@ -153,7 +154,7 @@ async def test_a_sandbox_that_was_not_started_has_no_main(sb: dsec.AsyncSandbox)
 
 async def test_a_sandbox_that_does_not_get_ready_tells_the_step(client: dsec.AsyncClient) -> None:
     with pytest.raises(errors.LaunchError) as failed:
-        await client.create("base", backend="fake", start=True, ready=dsec.ReadyProbe(shell="exit 9", timeout_s=2.0))
+        await client.create("base", backend="fake", start=True, ready=dsec.ReadyProbe(shell="exit 9", timeout_s=3.0))
 
     assert failed.value.step == "ready"
     assert "exit code 9" in failed.value.message
@@ -210,7 +211,7 @@ async def test_without_stdin_a_command_reads_end_of_file(sb: dsec.AsyncSandbox) 
 
 
 async def test_a_command_that_does_not_read_its_stdin_still_ends(sb: dsec.AsyncSandbox) -> None:
-    result = await sb.exec(["true"], stdin=bytes(3 << 20), timeout_s=30)
+    result = await sb.exec(["true"], stdin=bytes(3 << 20), timeout_s=100)
 
     assert result.exit_code == 0
 
@@ -236,7 +237,9 @@ async def test_output_is_heard_as_it_comes(sb: dsec.AsyncSandbox) -> None:
 
 
 async def test_a_timeout_is_a_result_that_says_so(sb: dsec.AsyncSandbox) -> None:
-    result = await sb.exec("echo x; sleep 60", timeout_s=1.0, grace_s=0.1)
+    result = await with_a_limit(
+        lambda limit_s: sb.exec("echo x; sleep 60", timeout_s=limit_s, grace_s=0.1), lambda result: result.stdout
+    )
 
     assert result.timed_out
     assert not result.ok

@@ -15,6 +15,7 @@ from dsec.backends.fake.backend import FakeBackend
 from dsec.backends.fake.host import FakeHost
 from dsec.core.errors import DsecError, HostError, IdempotencyError
 from dsec.core.ids import new_exec_id, new_sandbox_id
+from dsec.core.limits import EXEC_UNACKED_BYTES_MAX
 from dsec.core.spec import Substrate
 from dsec.core.states import EndCause
 from dsec.node.journal import Journal
@@ -337,7 +338,15 @@ async def test_a_substrate_that_is_no_longer_offered_is_not_forgotten(tmp_path: 
 async def test_a_lost_record_file_is_made_good_from_the_agent_or_told(tmp_path: Path, host: FakeHost) -> None:
     async with running(tmp_path, host) as client:
         sandbox = await create(client)
-        answer = await start(client, sandbox.id, shell="seq 1 200000; sleep 0.3; echo end", wait_s=0.2)
+        answer = await start(client, sandbox.id, shell="seq 1 200000; sleep 1; echo end", wait_s=0.2)
+
+        async def is_acknowledged() -> bool:
+            """More than the agent keeps otherwise, so some of it is on record alone."""
+            query = records.ExecQuery(sandbox=sandbox.id, exec=answer.exec.id)
+            info = await client.call(Method.EXEC_GET, query, records.ExecInfo)
+            return info.out_bytes > EXEC_UNACKED_BYTES_MAX
+
+        await eventually(is_acknowledged)
         directory = client.node.config.records_dir / sandbox.id
         await crash(client.node)
     for path in directory.glob("*.out"):

@@ -7,6 +7,8 @@ import select
 import socket
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,20 @@ class AgentWire:
             found = self._decoder.feed(self._receive(DEADLINE_S))
             streams += [frame.stream for frame in found]
         return streams
+
+    def shown(self, stream: int, end: bytes) -> bytes:
+        """Output until it ends so: a line that is written to a terminal may come in pieces."""
+        output = b""
+        while not output.endswith(end):
+            output += decode_data(self.frame(stream).body).payload
+        return output
+
+    @contextmanager
+    def time_held(self) -> Iterator[None]:
+        """In the block no timeout fires, however long a loaded machine takes; after it those that are due do."""
+        self.call("freeze_prepare")
+        yield
+        self.call("clock", paused_s=0.0, wall_s=None)
 
     def none_within(self, stream: int, timeout_s: float) -> bool:
         """Whether the stream stays silent that long."""

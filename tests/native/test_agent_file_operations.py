@@ -320,7 +320,7 @@ def test_a_helper_dies_with_its_stream(agent: Agent, wire: AgentWire, tmp_path: 
     wire.send(FrameType.ERR, stream, {"code": "cancelled", "message": ""})
 
     eventually(lambda: not children.read_text().split())
-    assert agent.descriptors() == before
+    eventually(lambda: agent.descriptors() == before)
 
 
 @pytest.mark.root

@@ -27,7 +27,7 @@ def test_noise_before_the_preamble_is_discarded(agent: Agent) -> None:
         preamble = b"DSEC" + bytes(range(16))
         for piece in (b"\x00\xffDSE" * 5_000, b"DS", preamble[2:7], preamble[7:]):
             raw.sendall(piece)
-        raw.settimeout(10)
+        raw.settimeout(60)
 
         echo = raw.recv(20, socket.MSG_WAITALL)
 
@@ -38,7 +38,7 @@ def test_the_newest_connection_wins(agent: Agent) -> None:
     old = agent.connect()
     new = agent.connect()
 
-    with pytest.raises((ConnectionError, OSError)):
+    with pytest.raises(ConnectionError):
         old.call("execs")
     assert new.call("execs") == {"execs": []}
 
@@ -82,7 +82,7 @@ def test_a_violation_closes_the_channel_and_only_that(agent: Agent, raw: bytes) 
     wire = agent.connect()
     wire.socket.sendall(raw)
 
-    with pytest.raises((ConnectionError, OSError)):
+    with pytest.raises(ConnectionError):
         wire.frame(99)
     assert agent.connect().call("execs") == {"execs": []}
 
@@ -96,7 +96,7 @@ def test_data_beyond_the_credit_closes_the_channel(agent: Agent) -> None:
     with contextlib.suppress(ConnectionError):
         wire.socket.sendall(b"".join(frames))
 
-    with pytest.raises((ConnectionError, OSError)):
+    with pytest.raises(ConnectionError):
         wire.frame(99)
     (state,) = agent.connect().hello["execs"]
     assert (state["id"], state["end"]) == ("e1", None)

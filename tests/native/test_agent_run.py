@@ -150,7 +150,7 @@ def test_a_terminal_has_its_size_and_follows_resizes(wire: AgentWire) -> None:
     script = b"trap 'stty size; exit' WINCH; stty size; while :; do sleep 0.01; done"
     stream = wire.open("exec", id="e1", shell=script, tty={"cols": 80, "rows": 24})
     wire.result(stream)
-    assert decode_data(wire.frame(stream).body).payload == b"24 80\r\n"
+    assert wire.shown(stream, b"\n") == b"24 80\r\n"
 
     wire.call("resize", id="e1", cols=132, rows=50)
 

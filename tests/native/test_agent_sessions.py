@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,19 +19,34 @@ SHELLS = [b"/bin/bash", b"/bin/dash"]
 def session(request: pytest.FixtureRequest, wire: AgentWire) -> Session:
     if not Path(request.param.decode()).exists():
         pytest.skip("no such shell here")
-    wire.call("session_open", name="main", shell=request.param, cwd=b"/usr", env={b"GIVEN": b"yes"})
-    return Session(wire)
+    args = {"shell": request.param, "cwd": b"/usr", "env": {b"GIVEN": b"yes"}}
+    return Session(wire, wire.call("session_open", name="main", **args)["pid"])
 
 
 class Session:
-    def __init__(self, wire: AgentWire) -> None:
+    def __init__(self, wire: AgentWire, pid: int) -> None:
         self.wire = wire
+        self.pid = pid
         self.count = 0
 
     def run(self, text: str, **args: object) -> tuple[bytes, bytes, dict[str, object]]:
         self.count += 1
         output = self.wire.run(f"s{self.count}", shell=text, session="main", **args)
         return output.out, output.err, output.end["end"]
+
+    def begin(self, text: str, program: str, **args: object) -> int:
+        """The stream of a command, whose shell has started this program by now."""
+        stream = self.wire.open("exec", id="long", shell=text.encode(), session="main", **args)
+        self.wire.result(stream)
+        eventually(lambda: program in self._children())
+        return stream
+
+    def _children(self) -> list[str]:
+        names = []
+        for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
+            with suppress(OSError):
+                names.append(Path(f"/proc/{pid}/comm").read_text().strip())
+        return names
 
 
 def test_directory_variables_functions_and_descriptors_persist(session: Session) -> None:
@@ -93,8 +109,7 @@ def test_replacing_the_shell_ends_the_session_with_its_status(session: Session) 
 
 def test_one_command_at_a_time(session: Session) -> None:
     wire = session.wire
-    running = wire.open("exec", id="long", shell=b"sleep 60", session="main")
-    wire.result(running)
+    running = session.begin("sleep 600", "sleep")
 
     with pytest.raises(Refused) as refused:
         session.run("true")
@@ -110,7 +125,9 @@ def test_one_command_at_a_time(session: Session) -> None:
 def test_a_timeout_kills_the_command_and_keeps_the_session(session: Session) -> None:
     session.run("kept=1")
 
-    end = session.run("sleep 60", timeout_s=0.2, grace_s=0.2)[2]
+    with session.wire.time_held():
+        running = session.begin("sleep 600", "sleep", timeout_s=0.2, grace_s=0.2)
+    end = session.wire.collect(running).end["end"]
 
     assert (end["cause"], end["session_ended"]) == ("timed_out", False)
     assert session.run("echo $kept")[0] == b"1\n"
@@ -123,9 +140,7 @@ def test_a_shell_that_does_not_answer_is_killed(session: Session) -> None:
 
 
 def test_a_signal_goes_to_the_command_not_to_the_shell(session: Session) -> None:
-    running = session.wire.open("exec", id="long", shell=b"sleep 60; echo $?", session="main")
-    session.wire.result(running)
-    time.sleep(0.2)
+    running = session.begin("sleep 600; echo $?", "sleep")
 
     session.wire.call("signal", id="long", signal=int(signal.SIGINT))
 

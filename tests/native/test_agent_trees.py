@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,11 +56,12 @@ def written_pid(path: Path) -> int:
 
 def test_a_timeout_takes_daemons_along(tree: AgentWire, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    stream = tree.open(
-        "exec", id="e1", shell=(DAEMON.format(pid=pid_file) + "sleep 100").encode(), timeout_s=0.5, grace_s=0.3
-    )
-    tree.result(stream)
-    daemon = written_pid(pid_file)
+    with tree.time_held():
+        stream = tree.open(
+            "exec", id="e1", shell=(DAEMON.format(pid=pid_file) + "sleep 100").encode(), timeout_s=0.5, grace_s=0.3
+        )
+        tree.result(stream)
+        daemon = written_pid(pid_file)
 
     end = tree.collect(stream).end["end"]
 
@@ -71,27 +71,39 @@ def test_a_timeout_takes_daemons_along(tree: AgentWire, tmp_path: Path) -> None:
 
 
 def test_a_leader_that_ignores_term_gets_its_grace_and_no_more(tree: AgentWire) -> None:
-    started = time.monotonic()
+    script = b"trap '' TERM; echo ready; while :; do sleep 0.05; done"
+    with tree.time_held():
+        stream = tree.open("exec", id="e1", shell=script, timeout_s=0.2, grace_s=0.4)
+        tree.result(stream)
+        assert tree.shown(stream, b"ready\n")
 
-    end = tree.run("e1", shell="trap '' TERM; while :; do sleep 0.05; done", timeout_s=0.2, grace_s=0.4).end["end"]
+    end = tree.collect(stream).end["end"]
 
     assert (end["signal"], end["cause"]) == (9, "timed_out")
-    assert 0.6 <= time.monotonic() - started < 5
+    assert end["usage"]["wall_us"] >= 600_000
 
 
 def test_a_command_may_clean_up_in_its_grace(tree: AgentWire) -> None:
-    script = "trap 'sleep 0.2; echo cleaned; exit 7' TERM; while :; do sleep 0.02; done"
+    script = b"trap 'sleep 0.2; echo cleaned; exit 7' TERM; echo ready; while :; do sleep 0.02; done"
+    with tree.time_held():
+        stream = tree.open("exec", id="e1", shell=script, timeout_s=0.2, grace_s=60.0)
+        tree.result(stream)
+        assert tree.shown(stream, b"ready\n")
 
-    output = tree.run("e1", shell=script, timeout_s=0.2, grace_s=10.0)
+    output = tree.collect(stream)
 
     assert (output.out, output.end["end"]["code"], output.end["end"]["cause"]) == (b"cleaned\n", 7, "timed_out")
 
 
 def test_a_child_has_its_grace_when_the_leader_dies_at_once(tree: AgentWire, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    child = f"(trap 'sleep 0.2; echo done > {mark}; exit' TERM; while :; do sleep 0.02; done) & wait"
+    child = f"(trap 'sleep 0.2; echo done > {mark}; exit' TERM; echo ready; while :; do sleep 0.02; done) & wait"
+    with tree.time_held():
+        stream = tree.open("exec", id="e1", shell=child.encode(), timeout_s=0.3, grace_s=60.0)
+        tree.result(stream)
+        assert tree.shown(stream, b"ready\n")
 
-    tree.run("e1", shell=child, timeout_s=0.3, grace_s=10.0)
+    tree.collect(stream)
 
     assert mark.read_text() == "done\n"
 
@@ -110,10 +122,11 @@ def test_kill_ends_everything_at_once(tree: AgentWire, tmp_path: Path) -> None:
 
 
 def test_a_fork_bomb_is_killed(tree: AgentWire) -> None:
-    bomb = "i=0; while [ $i -lt 100 ]; do (while :; do sleep 0.01; done) & i=$((i+1)); done; wait"
+    one = "(while :; do sleep 0.01; done) & i=$((i+1)); [ $i != 50 ] || echo half"
+    bomb = f"i=0; while [ $i -lt 100 ]; do {one}; done; wait"
     stream = tree.open("exec", id="e1", shell=bomb.encode())
     tree.result(stream)
-    time.sleep(0.1)
+    assert tree.shown(stream, b"half\n")
 
     tree.call("kill", id="e1")
 
@@ -122,25 +135,21 @@ def test_a_fork_bomb_is_killed(tree: AgentWire) -> None:
 
 def test_a_grandchild_that_holds_the_pipe_does_not_hold_the_exec(tree: AgentWire, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    started = time.monotonic()
 
-    output = tree.run("e1", shell=f"echo before; (sleep 30 & echo $! > {pid_file}); exit 4")
+    output = tree.run("e1", shell=f"echo before; (sleep 600 & echo $! > {pid_file}); exit 4")
 
     assert (output.out, output.end["end"]["code"]) == (b"before\n", 4)
-    assert 0.2 <= time.monotonic() - started < 3
     # It was not asked to end, so it lives on.
     assert is_alive(int(pid_file.read_text()))
 
 
 def test_a_grandchild_that_keeps_writing_does_not_hold_the_exec(tree: AgentWire) -> None:
-    started = time.monotonic()
     stream = tree.open("exec", id="e1", shell=b"(while echo x; do sleep 0.05; done) & exit 0")
     tree.result(stream)
 
     output = tree.collect(stream, ack="e1")
 
     assert output.end["end"]["code"] == 0
-    assert time.monotonic() - started < 6
 
 
 def test_a_signal_to_the_tree_reaches_other_groups(tree: AgentWire) -> None:
@@ -157,6 +166,7 @@ def test_a_signal_to_the_tree_reaches_other_groups(tree: AgentWire) -> None:
 
 
 def test_a_pause_extends_a_timeout(tree: AgentWire) -> None:
+    tree.call("freeze_prepare")
     stream = tree.open("exec", id="e1", shell=b"sleep 1; echo slept", timeout_s=0.5)
     tree.result(stream)
     tree.call("clock", paused_s=60.0)

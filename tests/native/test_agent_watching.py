@@ -180,7 +180,7 @@ def test_connections_end_with_the_channel(agent: Agent) -> None:
         wire.result(wire.open("connect", port=server.getsockname()[1]))
         peer, _ = server.accept()
         with peer:
-            peer.settimeout(10)
+            peer.settimeout(60)
             wire.close()
             assert peer.recv(1) == b""
     eventually(lambda: agent.descriptors() < 12)

@@ -81,7 +81,7 @@ class ScriptedAgent(asyncio.Protocol):
 
 async def scripted_client(**options: Any) -> tuple[ScriptedAgent, AgentClient]:
     scripted = ScriptedAgent(**options)
-    return scripted, await AgentClient.connect(scripted.connect, sandbox="sbx", open_timeout_s=5.0)
+    return scripted, await AgentClient.connect(scripted.connect, sandbox="sbx", open_timeout_s=60.0)
 
 
 def frame(type: int, stream: int, record: Any) -> bytes:

@@ -15,9 +15,11 @@ import pytest_asyncio
 from dsec.core.errors import DsecError, FileError, GoneError
 from dsec.core.limits import MIB
 from dsec.sdk.client import AsyncClient
+from dsec.sdk.process import AsyncProcess
 from dsec.sdk.sandbox import AsyncSandbox
 from dsec.testing.processes import all_processes
 from dsec.testing.waiting import eventually
+from tests.patience import with_a_limit
 from tests.system.container_images import make_root, plant_environment
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
 
@@ -91,12 +93,16 @@ async def test_killing_everything_inside_leaves_the_agent_alone(client: AsyncCli
 async def test_a_fork_bomb_meets_the_limit_and_goes_with_its_timeout(client: AsyncClient) -> None:
     bomb = "import os\nwhile True:\n  try: os.fork()\n  except BlockingIOError: pass"
     async with await client.create(ENVIRONMENT, pids=64) as sandbox, await client.create(ENVIRONMENT) as neighbour:
-        running = await sandbox.start(["python3", "-c", bomb], timeout_s=3)
 
-        async def at_its_limit() -> bool:
-            return ((await sandbox.metrics()).pids or 0) >= 64
+        async def until_the_limit(limit_s: float) -> tuple[AsyncProcess, bool]:
+            running = await sandbox.start(["python3", "-c", bomb], timeout_s=limit_s)
+            while (await running.info()).state == "running":
+                if ((await sandbox.metrics()).pids or 0) >= 64:
+                    return running, True
+            return running, False
 
-        await eventually(at_its_limit)
+        running, met = await with_a_limit(until_the_limit, lambda found: found[1])
+        assert met
         assert await works(neighbour)
         assert ((await sandbox.metrics()).pids or 0) <= 64 + 8
         assert (await running.wait(60)).timed_out

@@ -88,7 +88,7 @@ import socket
 server = socket.create_server(("127.0.0.1", 0))
 kept, data = [], bytes(1 << 20)
 for _ in range(300):
-    client = socket.create_connection(server.getsockname(), timeout=5)
+    client = socket.create_connection(server.getsockname(), timeout=60)
     kept += [client, server.accept()[0]]
     client.setblocking(False)
     try:

@@ -343,7 +343,7 @@ async def test_noise_without_end_is_given_up() -> None:
     scripted = ScriptedAgent(noise=b"DSE" * PREAMBLE_SCAN_BYTES_MAX, echo=False)
 
     with pytest.raises(ProtocolError, match="preamble"):
-        await AgentClient.connect(scripted.connect, sandbox="sbx", open_timeout_s=5)
+        await AgentClient.connect(scripted.connect, sandbox="sbx", open_timeout_s=60)
     async with asyncio.timeout(60):
         await scripted.lost.wait()
 

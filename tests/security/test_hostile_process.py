@@ -175,7 +175,7 @@ async def test_what_such_an_agent_says_is_made_printable_and_short(attack: Attac
 
 async def test_other_sandboxes_do_not_notice(attack: Attack) -> None:
     assert set(attack.neighbours) == {"untouched\n"}
-    assert len(attack.neighbours) > 10
+    assert len(attack.neighbours) > 2
 
 
 async def test_the_node_does_not_grow(attack: Attack) -> None:

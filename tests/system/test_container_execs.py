@@ -17,6 +17,7 @@ from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
 from dsec.security import capabilities
 from dsec.testing.waiting import eventually
+from tests.patience import with_a_limit
 from tests.system.container_place import ENVIRONMENT, Place
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
@@ -47,7 +48,7 @@ for i in range(20000):
 @pytest.mark.parametrize("both", [False, True], ids=["one channel", "both channels"])
 async def test_many_small_pieces_of_output_all_come(sandbox: AsyncSandbox, both: bool) -> None:
     """More pieces than the agent keeps unacknowledged, in far fewer bytes."""
-    result = await sandbox.exec(["python3", "-c", _PIECES, *(["both"] if both else [])], timeout_s=60)
+    result = await sandbox.exec(["python3", "-c", _PIECES, *(["both"] if both else [])], timeout_s=250)
 
     assert (result.exit_code, result.cause) == (0, None)
     assert len(result.stdout_bytes) + len(result.stderr_bytes) == 20_000
@@ -58,7 +59,7 @@ async def test_a_flood_is_recorded_within_its_budget_and_the_gap_is_said(sandbox
     before = _resident_bytes()
 
     process = await sandbox.start("yes 0123456789abcde | head -c 220000000; echo tail", record_bytes_max=budget)
-    peak, until = 0, time.monotonic() + 100
+    peak, until = 0, time.monotonic() + 200
     while (await process.info()).state == "running":
         peak = max(peak, _resident_bytes())
         assert time.monotonic() < until
@@ -112,7 +113,10 @@ time.sleep(600)
 
 
 async def test_a_timeout_kills_a_tree_with_daemons_that_ignore_terms(sandbox: AsyncSandbox) -> None:
-    result = await sandbox.exec(["python3", "-c", _DAEMONS], timeout_s=4.0, grace_s=0.2)
+    result = await with_a_limit(
+        lambda limit_s: sandbox.exec(["python3", "-c", _DAEMONS], timeout_s=limit_s, grace_s=0.2),
+        lambda result: result.stdout,
+    )
 
     assert (result.timed_out, result.signal, result.stdout) == (True, 9, "ready\n")
     await eventually(lambda: _is_empty(sandbox))
@@ -123,10 +127,12 @@ async def _is_empty(sandbox: AsyncSandbox) -> bool:
 
 
 async def test_a_command_that_obeys_gets_its_grace(sandbox: AsyncSandbox) -> None:
-    result = await sandbox.exec("trap 'echo bye; exit 4' TERM; sleep 600 & wait", timeout_s=2.0, grace_s=20)
+    script = "trap 'echo bye; exit 4' TERM; echo ready; sleep 600 & wait"
+    result = await with_a_limit(
+        lambda limit_s: sandbox.exec(script, timeout_s=limit_s, grace_s=60), lambda result: result.stdout
+    )
 
-    assert (result.timed_out, result.stdout) == (True, "bye\n")
-    assert (result.usage.wall_s or 0) < 20
+    assert (result.timed_out, result.stdout, result.exit_code) == (True, "ready\nbye\n", 4)
 
 
 async def test_kill_ends_all_that_a_command_has_started(sandbox: AsyncSandbox) -> None:
@@ -145,12 +151,10 @@ async def _says(process: object, count: int) -> bool:
 
 
 async def test_an_exec_ends_with_its_leader_and_not_with_who_holds_the_pipe(sandbox: AsyncSandbox) -> None:
-    started = time.monotonic()
-
-    result = await sandbox.exec("sleep 600 & echo leader; exit 3")
+    async with asyncio.timeout(60):
+        result = await sandbox.exec("sleep 600 & echo leader; exit 3")
 
     assert (result.exit_code, result.stdout) == (3, "leader\n")
-    assert time.monotonic() - started < 5
     assert "sleep" in await processes(sandbox)  # it lives on until asked otherwise
 
 
@@ -247,7 +251,7 @@ async def test_a_session_survives_a_command_that_is_killed_for_its_time(sandbox:
     session = sandbox.session("timed")
     await session.exec("cd /tmp; KEPT=1")
 
-    slow = await session.exec("sleep 600", timeout_s=0.5, grace_s=0.5)
+    slow = await session.exec("sleep 600", timeout_s=0.5, grace_s=60)
 
     assert slow.timed_out
     result = await session.exec('echo "$KEPT"; pwd')

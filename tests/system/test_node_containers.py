@@ -74,7 +74,7 @@ async def test_a_pause_stops_time_for_a_command_and_its_timeout(place: Place) ->
     async with served(place) as (service, _):
         client = NodeClient(service.node)
         sandbox = await create(client)
-        count = "i=0; while [ $i -lt 10 ]; do i=$((i+1)); echo $i; sleep 0.1; done"
+        count = "i=0; while [ $i -lt 10 ]; do i=$((i+1)); echo $i; sleep 0.05; done"
         answer = await start(client, sandbox.id, count, wait_s=0.15, timeout_s=4.0)
         await client.call(Method.PAUSE, records.SandboxRef(sandbox.id), records.Sandbox)
         before = await client.call(

@@ -138,7 +138,7 @@ async def test_a_create_that_is_not_ready_in_time_fails_and_leaves_nothing(tmp_p
     async with fake_node(tmp_path, host=host) as client:
         with pytest.raises(LaunchError) as failed:
             await client.call(
-                Method.CREATE, records.CreateRequest(spec=FAKE_SPEC, timeout_s=0.05), records.Sandbox, key="k"
+                Method.CREATE, records.CreateRequest(spec=FAKE_SPEC, timeout_s=1.0), records.Sandbox, key="k"
             )
 
         assert failed.value.step == "hello"

@@ -123,10 +123,10 @@ async def test_a_port_that_accepts_is_ready(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("probe", "why"),
     [
-        (ReadyProbe(shell="exit 7", interval_s=0.01, timeout_s=0.3), "the probe ended with exit code 7"),
-        (ReadyProbe(shell="sleep 60", interval_s=0.01, timeout_s=0.3), "no try has ended"),
-        (ReadyProbe(argv=("no-such-program",), interval_s=0.01, timeout_s=0.3), "no-such-program"),
-        (ReadyProbe(port=ECHO_PORT + 1, interval_s=0.01, timeout_s=0.3), "ECONNREFUSED|refused"),
+        (ReadyProbe(shell="exit 7", interval_s=0.01, timeout_s=1.5), "the probe ended with exit code 7"),
+        (ReadyProbe(shell="sleep 60", interval_s=0.01, timeout_s=1.5), "no try has ended"),
+        (ReadyProbe(argv=("no-such-program",), interval_s=0.01, timeout_s=1.5), "no-such-program"),
+        (ReadyProbe(port=ECHO_PORT + 1, interval_s=0.01, timeout_s=1.5), "ECONNREFUSED|refused"),
     ],
     ids=["exits", "hangs", "is not there", "refused"],
 )
@@ -163,7 +163,7 @@ async def test_the_creates_own_time_ends_the_wait_too(tmp_path: Path) -> None:
     spec = msgspec.structs.replace(FAKE_SPEC, start=True, ready=SLOW)
     async with fake_node(tmp_path, environments=shell(BUSY)) as client:
         with pytest.raises(LaunchError) as failed:
-            await client.call(Method.CREATE, records.CreateRequest(spec=spec, timeout_s=0.4), records.Sandbox)
+            await client.call(Method.CREATE, records.CreateRequest(spec=spec, timeout_s=2.0), records.Sandbox)
 
         assert failed.value.step == "ready"
         await assert_nothing_left(client)
@@ -183,7 +183,7 @@ async def test_a_sandbox_that_dies_while_it_is_waited_for_leaves_nothing(tmp_pat
 
 
 async def test_who_wants_to_destroy_it_meanwhile_finds_nothing_left(tmp_path: Path) -> None:
-    probe = ReadyProbe(shell="false", interval_s=0.01, timeout_s=0.4)
+    probe = ReadyProbe(shell="false", interval_s=0.01, timeout_s=2.0)
     async with fake_node(tmp_path, environments=shell(BUSY)) as client:
         creating = asyncio.create_task(create(client, start=True, ready=probe))
         await eventually(lambda: any(s.execs.live_count for s in client.node.registry))
@@ -212,7 +212,7 @@ async def test_creates_that_wait_to_be_ready_hold_nobody_up(tmp_path: Path) -> N
 
 async def test_a_node_that_starts_again_takes_main_over(tmp_path: Path) -> None:
     host = FakeHost()
-    before = make_fake_node(tmp_path, host=host, environments=shell("sleep 0.5; echo late; exit 5"))
+    before = make_fake_node(tmp_path, host=host, environments=shell("sleep 2.5; echo late; exit 5"))
     await before.start()
     sandbox = await create(NodeClient(before), start=True)
     await crash(before)
