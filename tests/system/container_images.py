@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from dsec.core.spec import Environment
-from dsec.image.environments import EnvironmentRecord, EnvironmentStore
+from dsec.image.environments import EnvironmentStore
+from dsec.image.records import EnvironmentRecord
 from dsec.storage.layers import LayerKind, LayerRecord
 from dsec.wire.environments import EnvironmentInfo
 

@@ -10,7 +10,8 @@ import pytest
 
 from dsec import errors
 from dsec.core.spec import Environment
-from dsec.image.environments import EnvironmentRecord, EnvironmentStore
+from dsec.image.environments import EnvironmentStore
+from dsec.image.records import EnvironmentRecord
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
 
 pytestmark = pytest.mark.root

@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from dsec.core.errors import DsecError, InvalidArgumentError, LimitError, UnsupportedError
-from dsec.image.environments import ImageConfig
+from dsec.image.records import ImageConfig
 from dsec.image.sources import oci
 from dsec.image.stage import Stage
 from dsec.wire.environments import OciSource

@@ -23,8 +23,9 @@ from dsec.core.errors import (
 )
 from dsec.core.spec import Environment
 from dsec.image.build import build, push
-from dsec.image.environments import BuildRecord, EnvironmentRecord, EnvironmentStore, ImageConfig, environment_info
+from dsec.image.environments import EnvironmentStore, environment_info
 from dsec.image.published import ImageRecord, image_path, push_now
+from dsec.image.records import BuildRecord, EnvironmentRecord, ImageConfig
 from dsec.image.worker import build_now
 from dsec.storage.layers import LayerKind, LayerRecord
 from dsec.storage.store.places import DirectoryPlace

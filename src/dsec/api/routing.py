@@ -53,7 +53,7 @@ class Found:
 class _Level:
     fixed: dict[str, _Level] = field(default_factory=dict)
     named: _Level | None = None
-    verbs: dict[str, _Level] = field(default_factory=dict)  # of `{name}:verb`; no name of ours has a colon
+    verbs: dict[str, _Level] = field(default_factory=dict)  # of `{name}:verb`
     routes: dict[str, tuple[Route, tuple[str, ...]]] = field(default_factory=dict)
 
 
@@ -72,8 +72,10 @@ class RouteTable:
             segment = text_of(unquote(raw), "the path")
             following = level.fixed.get(segment)
             if following is None:
-                name, _, verb = segment.rpartition(":")
-                following = level.verbs.get(verb) if name else None
+                # A colon that is part of a name comes as %3A.
+                raw_name, _, verb = raw.rpartition(b":")
+                name = text_of(unquote(raw_name), "the path")
+                following = level.verbs.get(verb.decode("ascii", "replace")) if name else None
                 if following is None:
                     name, following = segment, level.named if segment else None
                 values.append(name)

@@ -11,6 +11,7 @@ import msgspec
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.ids import parse_name
+from dsec.core.references import parse_reference
 from dsec.core.units import format_size
 
 
@@ -29,15 +30,20 @@ class NetworkMode(enum.StrEnum):
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a sandbox starts from: a base, and optionally a workspace and toolkits above it, each by name."""
+    """What a sandbox starts from: a base, and optionally a workspace and toolkits above it.
+
+    Each by reference: NAME, NAME:TAG or NAME@DIGEST. Later ones hide what earlier ones have in the same place.
+    """
 
     base: str
     workspace: str | None = None
     toolkits: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.toolkits, list):
+            msgspec.structs.force_setattr(self, "toolkits", tuple(self.toolkits))
         for name in self.names():
-            parse_name(name, "environment name")
+            parse_reference(name)
         if len(self.names()) > limits.LOWERS_MAX:
             raise LimitError(f"an environment has at most {limits.LOWERS_MAX} layers, not {len(self.names())}")
 

@@ -1,7 +1,9 @@
 """Environments by name: which layers, and what the image says about running it.
 
-<state>/environments/<name>.json        one record each, replaced by rename
-<state>/builds/<key>.json               what a build request led to, so that it is built once
+<state>/environments/<name>.json              what the name stands for now, replaced by rename; of NAME:latest
+                     <name>:<tag>.json        of other tags
+                     <name>@<digest>.json     what a tag of the name stood for before, until it is collected
+<state>/builds/<key>.json                     what a build request led to, so that it is built once
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -25,54 +27,23 @@ from dsec.core.errors import (
     NotFoundError,
     StorageError,
 )
-from dsec.core.ids import parse_name
-from dsec.core.spec import Environment, check_env, check_path
+from dsec.core.references import Reference, parse_reference, parse_tagged
+from dsec.core.spec import Environment
 from dsec.image.erofs import probe_erofs
+from dsec.image.records import (
+    BuildRecord,
+    EnvironmentRecord,
+    config_of,
+    merge_configs,
+    record_digest,
+    stack_layers,
+)
 from dsec.storage.layers import LayerKind, LayerLocation, LayerStore, Lease, sync, write_synced
 from dsec.storage.space import free_bytes
 from dsec.wire import codec
 from dsec.wire.environments import EnvironmentInfo
 
 T = TypeVar("T")
-
-
-class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What an image says about running it."""
-
-    env: dict[str, str] = {}
-    user: str | None = None
-    workdir: str | None = None
-    entrypoint: tuple[str, ...] = ()
-    command: tuple[str, ...] = ()
-
-
-def check_config(config: ImageConfig) -> None:
-    """As a caller's would be: every sandbox made from the image starts with it. InvalidArgumentError, LimitError."""
-    check_env(config.env)
-    if config.workdir is not None:
-        check_path(config.workdir, "the image's working directory")
-    if len(config.user or "") > 255 or "\0" in (config.user or ""):
-        raise InvalidArgumentError("the image's user must be at most 255 characters without NUL")
-    words = [*config.entrypoint, *config.command]
-    if sum(map(len, words)) > limits.ARGV_BYTES_MAX or any("\0" in word for word in words):
-        raise LimitError(f"the image's command is over {limits.ARGV_BYTES_MAX} bytes, or holds NUL")
-
-
-class EnvironmentRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Stored; readers ignore fields that they do not know."""
-
-    version: int = 1
-    build_key: str
-    info: EnvironmentInfo
-
-
-class BuildRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request led to. It is a hint: a layer may have been removed since."""
-
-    version: int = 2
-    layers: tuple[str, ...]  # digests, lowest first
-    source: str
-    config: ImageConfig = ImageConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,36 +101,81 @@ class EnvironmentStore:
     # ---- reading ------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        return sorted(path.name.removesuffix(".json") for path in self._environments.glob("*.json"))
+        """What there is, as references: NAME, or NAME:TAG."""
+        return sorted(str(reference) for reference in self._references() if reference.digest is None)
 
     def list(self) -> list[EnvironmentInfo]:
         found = []
         for name in self.names():
             try:
-                found.append(self.record(name).info)
+                found.append(self.get(name))
             except EnvironmentNotFoundError:
                 continue  # removed meanwhile
         return found
 
-    def get(self, name: str) -> EnvironmentInfo:
+    def get(self, reference: str) -> EnvironmentInfo:
         """Raises EnvironmentNotFoundError, with names that are near."""
-        return self.record(name).info
+        return self.record(reference).info
 
-    def record(self, name: str) -> EnvironmentRecord:
-        path = self._environments / f"{parse_name(name, 'environment name')}.json"
+    def record(self, reference: str) -> EnvironmentRecord:
+        """What NAME, NAME:TAG or NAME@DIGEST stands for now."""
+        parsed = parse_reference(reference)
+        if parsed.digest is not None:
+            return self._exact(parsed)
+        try:
+            return self._load(parsed)
+        except FileNotFoundError:
+            raise self._unknown(reference) from None
+
+    def _exact(self, reference: Reference) -> EnvironmentRecord:
+        found: dict[str, EnvironmentRecord] = {}
+        for known in self._references():
+            if known.name != reference.name:
+                continue
+            try:
+                record = self._load(known)
+            except FileNotFoundError:
+                continue
+            if record.info.digest.startswith(reference.digest or ""):
+                found.setdefault(record.info.digest, record)
+        if len(found) > 1:
+            raise InvalidArgumentError(f"several records are called {reference}", hint="give more of the digest")
+        if not found:
+            raise EnvironmentNotFoundError(
+                f"no environment {reference} on this node", hint="records that nothing names any more are collected"
+            )
+        return next(iter(found.values()))
+
+    def _load(self, reference: Reference) -> EnvironmentRecord:
+        """Raises FileNotFoundError, or StorageError when it is damaged."""
+        path = self._path(reference)
         try:
             stamp = _stamp(path)
-            known = self._cache.get(name)
+            known = self._cache.get(path.name)
             if known is not None and known.stamp == stamp:
                 return known.record
             record = _read(path, EnvironmentRecord)
         except FileNotFoundError:
             with self._mutex:
-                self._cache.pop(name, None)
-            raise self._unknown(name) from None
+                self._cache.pop(path.name, None)
+            raise
+        if not record.info.digest:  # of a version before there were digests
+            digest = record_digest(record.info.layers, config_of(record.info))
+            record = msgspec.structs.replace(record, info=msgspec.structs.replace(record.info, digest=digest))
         with self._mutex:
-            self._cache[name] = _Cached(stamp, record)
+            self._cache[path.name] = _Cached(stamp, record)
         return record
+
+    def _references(self) -> Iterator[Reference]:
+        """Of every record that is stored, those before included."""
+        for path in self._environments.glob("*.json"):
+            try:
+                yield parse_reference(path.name.removesuffix(".json"))
+            except InvalidArgumentError:
+                continue  # nothing of ours
+
+    def _path(self, reference: Reference) -> Path:
+        return self._environments / f"{reference}.json"
 
     def resolve(self, environment: Environment) -> LockedEnvironment:
         """The layers and configuration that `environment` stands for now; later parts override earlier ones.
@@ -167,19 +183,17 @@ class EnvironmentStore:
         Raises EnvironmentNotFoundError, LimitError, or StorageError when a layer of it is missing or broken.
         """
         parts = [self.get(name) for name in environment.names()]
-        digests = _highest_only([digest for part in parts for digest in part.layers])
+        digests = stack_layers(part.layers for part in parts)
         if len(digests) > limits.LOWERS_MAX:
             raise LimitError(f"an environment has at most {limits.LOWERS_MAX} layers, not {len(digests)}")
-        env: dict[str, str] = {}
-        for part in parts:
-            env.update(part.env)
+        config = merge_configs(config_of(part) for part in parts)
         return LockedEnvironment(
             layers=tuple(self._layer(digest, parts) for digest in digests),
-            env=env,
-            user=_last(part.user for part in parts),
-            workdir=_last(part.workdir for part in parts),
-            entrypoint=_last(part.entrypoint or None for part in parts) or (),
-            command=_last(part.command or None for part in parts) or (),
+            env=config.env,
+            user=config.user,
+            workdir=config.workdir,
+            entrypoint=config.entrypoint,
+            command=config.command,
         )
 
     def acquire(self, environment: Environment) -> tuple[LockedEnvironment, Lease]:
@@ -227,9 +241,18 @@ class EnvironmentStore:
     # ---- changing -----------------------------------------------------------------------------
 
     def put(self, record: EnvironmentRecord) -> None:
-        """Name an environment, replacing what had the name. Call inside `layers.publishing()`."""
-        name = parse_name(record.info.name, "environment name")
-        self._replace(self._environments / f"{name}.json", codec.to_json(record))
+        """Name an environment, replacing what had the name. Call inside `layers.publishing()`.
+
+        What had the name stays as NAME@DIGEST, until it is collected.
+        """
+        reference = parse_tagged(record.info.name)
+        try:
+            before = self._load(reference)
+        except (FileNotFoundError, StorageError):
+            before = None
+        if before is not None and before.info.digest != record.info.digest:
+            self._replace(self._path(Reference(reference.name, digest=before.info.digest)), codec.to_json(before))
+        self._replace(self._path(reference), codec.to_json(record))
 
     def put_built(self, key: str, record: BuildRecord) -> None:
         self._replace(self._builds / f"{key}.json", codec.to_json(record))
@@ -242,20 +265,27 @@ class EnvironmentStore:
         """
         with self.layers.collecting():
             record = self.record(name)
-            others = {d for other in self.list() if other.name != name for d in other.layers}
+            path = self._path(self._stored_as(parse_reference(name), record))
+            others = {d for other in self._references() if self._path(other) != path for d in self._layers_of(other)}
             doomed = [digest for digest in record.info.layers if digest not in others]
             try:
                 for digest in doomed:
                     self.layers.remove(digest, live=live)
             except ConflictError as error:
                 raise ConflictError(f"environment {name!r} is in use: {error.message}", hint=error.hint) from error
-            (self._environments / f"{name}.json").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
     def collect(self, *, live: Collection[str] = ()) -> tuple[str, ...]:
-        """Remove layers that no environment names and nothing uses; which. For node start, and after replacing."""
+        """Remove records that no name stands for, and layers that none names and nothing uses; which layers.
+
+        For node start, and after replacing.
+        """
         removed = []
         with self.layers.collecting():
-            named = {digest for info in self.list() for digest in info.layers}
+            for reference in list(self._references()):
+                if reference.digest is not None:
+                    self._path(reference).unlink(missing_ok=True)
+            named = {digest for reference in self._references() for digest in self._layers_of(reference)}
             for digest in self.layers.digests():
                 if digest in named or digest in live:
                     continue
@@ -270,6 +300,21 @@ class EnvironmentStore:
         return tuple(removed)
 
     # ---- helpers ------------------------------------------------------------------------------
+
+    def _stored_as(self, reference: Reference, record: EnvironmentRecord) -> Reference:
+        """Where a record lies that was found by `reference`."""
+        if reference.digest is None:
+            return reference
+        exact = Reference(reference.name, digest=record.info.digest)
+        if self._path(exact).exists():
+            return exact
+        raise ConflictError(f"{reference} is what {record.info.name} stands for now", hint="remove that name")
+
+    def _layers_of(self, reference: Reference) -> tuple[str, ...]:
+        try:
+            return self._load(reference).info.layers
+        except FileNotFoundError:
+            return ()  # removed meanwhile
 
     def _replace(self, path: Path, data: bytes) -> None:
         """The new content, or the old one, also after a power loss."""
@@ -306,9 +351,11 @@ def environment_info(name: str, layers: LayerStore, built: BuildRecord, *, creat
     """How the result of a build is shown under a name."""
     records = [layers.record(digest) for digest in built.layers]
     return EnvironmentInfo(
-        name=name,
+        name=str(parse_tagged(name)),
+        digest=record_digest(built.layers, built.config),
         layers=built.layers,
         size_bytes=sum(record.size_bytes for record in records),
+        layer_bytes=tuple(record.size_bytes for record in records),
         created_at=created_at,
         source=built.source,
         kind=str(records[-1].kind),
@@ -318,19 +365,6 @@ def environment_info(name: str, layers: LayerStore, built: BuildRecord, *, creat
         entrypoint=built.config.entrypoint,
         command=built.config.command,
     )
-
-
-def _highest_only(digests: list[str]) -> list[str]:
-    """Each layer once. The kernel refuses the same lower twice, and only its highest place shows."""
-    return list(reversed(dict.fromkeys(reversed(digests))))
-
-
-def _last(values: Iterable[T | None]) -> T | None:
-    found: T | None = None
-    for value in values:
-        if value is not None:
-            found = value
-    return found
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

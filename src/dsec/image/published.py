@@ -11,12 +11,13 @@ import msgspec
 
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError, NotFoundError, StorageError, UnsupportedError
-from dsec.core.ids import parse_name
+from dsec.core.references import TAG_DEFAULT, Reference, parse_reference, parse_tagged
 from dsec.core.spec import Environment
 from dsec.core.units import format_size
-from dsec.image.environments import EnvironmentStore, ImageConfig, check_config
+from dsec.image.environments import EnvironmentStore
 from dsec.image.make import Report, progress
 from dsec.image.recipes import RECIPE_VERSION
+from dsec.image.records import ImageConfig, check_config
 from dsec.storage.layers import LayerKind, LayerLocation, LayerStore, Lease
 from dsec.storage.store.format import STORE_VERSION
 from dsec.storage.store.places import Place, WebPlace, open_place
@@ -28,18 +29,19 @@ _ATTACHES: Final = 3  # tries to hold a layer that is removed again at the same 
 
 
 class ImageRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`images/<name>.json` in a store, published after its layers. Readers ignore unknown fields."""
+    """`images/<name>/<tag>.json` in a store, published after its layers. Readers ignore unknown fields."""
 
     version: int = STORE_VERSION
-    name: str
-    layers: tuple[str, ...]  # digests, lowest first
+    name: str  # NAME, or NAME:TAG
+    layers: tuple[str, ...]  # digests, lowest first; of a composed environment those of its parts
     config: ImageConfig = ImageConfig()
     source: str  # for people: what it was built from
     created_at: float
 
 
 def image_path(name: str) -> str:
-    return f"images/{parse_name(name, 'environment name')}.json"
+    reference = parse_tagged(name)
+    return f"images/{reference.name}/{reference.tag}.json"
 
 
 def read_image(source: StoreSource) -> ImageRecord:
@@ -47,7 +49,7 @@ def read_image(source: StoreSource) -> ImageRecord:
     place = open_place(source.url)
     require_store(place)
     try:
-        content = place.get(image_path(source.environment))
+        content = _content(place, source.environment)
     except NotFoundError as error:
         raise NotFoundError(
             f"the store {place.url} has no environment {source.environment!r}",
@@ -60,11 +62,21 @@ def read_image(source: StoreSource) -> ImageRecord:
         check_config(image.config)
     except InvalidArgumentError as error:
         raise StorageError(f"environment {source.environment!r} of the store is not understood: {error}") from error
-    if image.version != STORE_VERSION or image.name != source.environment or not image.layers:
+    if image.version != STORE_VERSION or image.name != str(parse_tagged(source.environment)) or not image.layers:
         raise StorageError(f"the store {place.url} has another environment, or version, as {source.environment!r}")
-    if len(image.layers) > limits.LOWERS_MAX:
-        raise LimitError(f"an environment has at most {limits.LOWERS_MAX} layers, not {len(image.layers)}")
+    if len(image.layers) > limits.IMAGE_LAYERS_MAX:
+        raise LimitError(f"an image has at most {limits.IMAGE_LAYERS_MAX} layers, not {len(image.layers)}")
     return image
+
+
+def _content(place: Place, name: str) -> bytes:
+    try:
+        return place.get(image_path(name))
+    except NotFoundError:
+        reference = parse_tagged(name)
+        if reference.tag != TAG_DEFAULT:
+            raise
+        return place.get(f"images/{reference.name}.json")  # of a version before there were tags
 
 
 def build_key(source: StoreSource, image: ImageRecord) -> str:
@@ -113,6 +125,8 @@ def push_now(store: EnvironmentStore, request: PushRequest, report: Report) -> E
             what = f"layer {number} of {len(locked.layers)}, {layer.digest[:12]}"
             _push_layer(store.layers, layer, place, what, report)
         info = store.get(request.name)
+        reference = parse_reference(request.name)
+        name = str(reference if reference.digest is None else Reference(reference.name))
         config = ImageConfig(
             env=locked.env,
             user=locked.user,
@@ -121,10 +135,10 @@ def push_now(store: EnvironmentStore, request: PushRequest, report: Report) -> E
             command=locked.command,
         )
         image = ImageRecord(
-            name=request.name, layers=locked.digests(), config=config, source=info.source, created_at=info.created_at
+            name=name, layers=locked.digests(), config=config, source=info.source, created_at=info.created_at
         )
-        progress(report, "publish", f"naming it {request.name}")
-        place.put(image_path(request.name), codec.to_json(image))
+        progress(report, "publish", f"naming it {name}")
+        place.put(image_path(name), codec.to_json(image))
         return info
 
 

@@ -92,6 +92,9 @@ def tree_digest(root: int, *, as_root: bool = False) -> TreeDigest:
     for entry in walk(root):
         entries += 1
         info = entry.info
+        if is_whiteout(info):  # the kernel gives them any time, mode and links
+            _feed(total, b"whiteout", entry.path)
+            continue
         first = entry.path
         if info.st_nlink > 1 and not stat.S_ISDIR(info.st_mode):
             first = links.setdefault(info.st_ino, entry.path)

@@ -75,7 +75,12 @@ class Stage:
         owner: Ownership = Ownership.KEEP,
         bytes_max: int = limits.IMAGE_BYTES_MAX,
         entries_max: int = limits.IMAGE_ENTRIES_MAX,
+        over: bool = False,
     ) -> None:
+        """With `over`, `root` is the top of an overlay, and only what is put here makes its upper directory.
+
+        Directories of the layers below that merely get other entries keep their times.
+        """
         root.mkdir(mode=0o755, exist_ok=True)
         self.root = root
         self.dropped = Dropped()
@@ -88,8 +93,11 @@ class Stage:
         self._privileged = os.geteuid() == 0
         self._fd = os.open(root, _DIRECTORY | os.O_CLOEXEC)
         # A directory's mode and time are set last: filling it changes the time, and needs it to be writable.
-        self._directories: dict[bytes, Attributes] = {b"": Attributes(0o755)}
+        self._directories: dict[bytes, Attributes] = {} if over else {b"": Attributes(0o755)}
         self._opaque: set[bytes] = set()
+        self._over = over
+        self._top = _place(self._fd)
+        self._before: dict[bytes, int] = {}  # times of directories below that have been changed, by their true paths
 
     def close(self) -> None:
         os.close(self._fd)
@@ -195,10 +203,26 @@ class Stage:
         except OSError:
             return
         try:
+            place = self._true_path(fd)
+            if self._over and place:
+                self._make_opaque(place, fd)
+                return
+            self._note(fd)
             for name in os.listdir(fd):  # noqa: PTH208 - of a descriptor
                 remove_entry(fd, os.fsencode(name))
         finally:
             os.close(fd)
+
+    def _make_opaque(self, path: bytes, fd: int) -> None:
+        """Removed and made again, as one whole to hide what is below, and not entry by entry."""
+        info = os.fstat(fd)
+        xattrs = {os.fsencode(name): os.getxattr(fd, name) for name in os.listxattr(fd) if name.startswith("user.")}
+        with self._parent(path) as (parent, name):
+            remove_entry(parent, name)
+            os.mkdir(name, 0o700, dir_fd=parent)
+        self._directories[path] = Attributes(
+            stat.S_IMODE(info.st_mode), info.st_uid, info.st_gid, info.st_mtime_ns, xattrs
+        )
 
     def finish(self) -> None:
         """Give the directories their owners, modes and times."""
@@ -214,8 +238,32 @@ class Stage:
                 if path in self._opaque:
                     os.setxattr(fd, OPAQUE_XATTR, b"y")
                 self._apply(fd, path, self._directories[path])
+                self._before.pop(self._true_path(fd), None)
             finally:
                 os.close(fd)
+        for place, mtime_ns in self._before.items():
+            self._restore(place, mtime_ns)
+
+    def _restore(self, place: bytes, mtime_ns: int) -> None:
+        """The time that a directory has in the layers below, if it has changed since, and is still there."""
+        try:
+            fd = openat2(self._fd, place or b".", _DIRECTORY | os.O_NOFOLLOW, resolve=_IN_ROOT)
+        except OSError:
+            return
+        try:
+            if os.fstat(fd).st_mtime_ns != mtime_ns:
+                os.utime(fd, ns=(mtime_ns, mtime_ns))
+        finally:
+            os.close(fd)
+
+    def _note(self, fd: int) -> None:
+        """Before something in the directory `fd` changes."""
+        if self._over:
+            self._before.setdefault(self._true_path(fd), os.fstat(fd).st_mtime_ns)
+
+    def _true_path(self, fd: int) -> bytes:
+        """From the top, without links."""
+        return _place(fd).removeprefix(self._top).lstrip(b"/")
 
     # ---- helpers ------------------------------------------------------------------------------
 
@@ -234,7 +282,9 @@ class Stage:
         directory, _, name = path.rpartition(b"/")
         if not name or name in (b".", b"..") or len(name) > limits.NAME_BYTES_MAX:
             raise InvalidArgumentError(f"{_shown(path)} is not a name that a file can have")
-        return _Parent(self._open_directory(directory, path, make=make), name)
+        fd = self._open_directory(directory, path, make=make)
+        self._note(fd)
+        return _Parent(fd, name)
 
     def _open_directory(self, directory: bytes, path: bytes, *, make: bool) -> int:
         try:
@@ -251,6 +301,7 @@ class Stage:
         above, _, name = directory.rpartition(b"/")
         parent = self._open_directory(above, directory, make=True)
         try:
+            self._note(parent)
             try:
                 os.mkdir(name, 0o755, dir_fd=parent)
             except FileExistsError:  # a link that leads nowhere
@@ -355,6 +406,10 @@ class _Parent:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
+
+
+def _place(fd: int) -> bytes:
+    return os.fsencode(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115 - one call, for every entry
 
 
 def _same_entry(directory: int, name: bytes, other: os.stat_result) -> bool:

@@ -17,20 +17,17 @@ from typing import Final
 
 import msgspec
 
-from dsec.core.errors import ConflictError, InvalidArgumentError
+from dsec.core.errors import ConflictError, EnvironmentNotFoundError, InvalidArgumentError
 from dsec.image import published
-from dsec.image.environments import (
-    BuildRecord,
-    EnvironmentRecord,
-    EnvironmentStore,
-    ImageConfig,
-    environment_info,
-)
+from dsec.image.environments import EnvironmentStore, environment_info
 from dsec.image.make import Report, log, make_layer, progress, typed
 from dsec.image.published import ImageRecord, read_image
+from dsec.image.records import BuildRecord, EnvironmentRecord, ImageConfig
 from dsec.image.sources import debian, directory, oci, tarball
 from dsec.image.sources.apt import host_suite
+from dsec.image.stack import CannotStackError, Unpacking, unpack_stack
 from dsec.image.stage import Stage
+from dsec.storage.layers import Lease
 from dsec.storage.space import require_free
 from dsec.wire import codec
 from dsec.wire.environments import (
@@ -120,7 +117,10 @@ def describe(source: BuildSource) -> str:
 
 def ready_result(store: EnvironmentStore, request: BuildRequest, key: str) -> EnvironmentInfo | None:
     """The environment, if nothing has to be built. Raises ConflictError when the name stands for something else."""
-    present = store.record(request.name) if request.name in store.names() else None
+    try:
+        present = store.record(request.name)
+    except EnvironmentNotFoundError:
+        present = None
     if present is not None and not request.replace and present.build_key != key:
         raise ConflictError(
             f"environment {request.name!r} exists, made from {present.info.source}",
@@ -143,12 +143,29 @@ def _build(
     require_free(store.state)
     assert not isinstance(request.source, StoreSource)
     with store.layers.staging() as work:
-        tree = work / "tree"
-        config = _stage(request.source, tree, work, report, proxies)
-        with make_layer(store.layers, tree, work, report) as held, store.layers.publishing():
-            built = BuildRecord(layers=held.digests, source=describe(request.source), config=config)
+        config, lease = _layers(store, request, work, report, proxies)
+        with lease, store.layers.publishing():
+            built = BuildRecord(layers=lease.digests, source=describe(request.source), config=config)
             store.put_built(key, built)
             return _name(store, request, key, built)
+
+
+def _layers(
+    store: EnvironmentStore, request: BuildRequest, work: Path, report: Report, proxies: Mapping[str, str]
+) -> tuple[ImageConfig, Lease]:
+    """One layer for each of an image's where this host can do so, and one for everything else."""
+    source = request.source
+    assert not isinstance(source, StoreSource)
+    if isinstance(source, OciSource):
+        try:
+            with oci.opened(source) as (config, archives):
+                unpacking = Unpacking(store, source.owner, work, report, refresh=request.refresh)
+                return config, unpack_stack(unpacking, archives)
+        except CannotStackError as error:
+            log(report, f"all layers become one: {error.message}")
+    tree = work / "tree"
+    config = _stage(source, tree, work, report, proxies)
+    return config, make_layer(store.layers, tree, work, report)
 
 
 def _attach(

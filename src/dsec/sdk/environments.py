@@ -6,11 +6,12 @@ import asyncio
 import inspect
 from collections.abc import Callable
 from typing import Any, Final
+from urllib.parse import quote
 
 import msgspec
 
 from dsec.core.errors import EnvironmentNotFoundError, ProtocolError, UnavailableError
-from dsec.core.ids import parse_name
+from dsec.core.references import parse_reference
 from dsec.sdk.lines import json_lines
 from dsec.sdk.transport import Transport
 from dsec.wire import api
@@ -63,7 +64,7 @@ class AsyncEnvironments:
 
     async def get(self, name: str) -> EnvironmentInfo:
         """One of them. Raises EnvironmentNotFoundError."""
-        return await self._transport.call("GET", f"/environments/{parse_name(name)}", EnvironmentInfo)
+        return await self._transport.call("GET", _path(name), EnvironmentInfo)
 
     async def exists(self, name: str) -> bool:
         """Whether there is one of that name."""
@@ -100,19 +101,19 @@ class AsyncEnvironments:
         `store`: `file:///directory` of the node, or `s3://bucket/prefix`. What is there already is left as it is.
         UnsupportedError where layers are kept as directories, or the store is read only.
         """
-        path = f"/environments/{parse_name(name)}:push"
+        path = _path(name, ":push")
         return await self._follow(path, PushTarget(store), on_event)
 
     async def stats(self, name: str) -> EnvironmentStats:
         """How much of each layer has been loaded from its store, and why the store failed last."""
-        return await self._transport.call("GET", f"/environments/{parse_name(name)}/stats", EnvironmentStats)
+        return await self._transport.call("GET", _path(name, "/stats"), EnvironmentStats)
 
     async def trace(self, name: str) -> EnvironmentTrace:
         """Records in the store what has been read so far, so that other nodes load that first.
 
         ConflictError when nothing was read; UnsupportedError for a store that is read only.
         """
-        path = f"/environments/{parse_name(name)}:trace"
+        path = _path(name, ":trace")
         return await self._transport.call("POST", path, EnvironmentTrace, repeatable=True)
 
     async def _follow(
@@ -147,7 +148,12 @@ class AsyncEnvironments:
     async def remove(self, name: str, *, missing_ok: bool = False) -> None:
         """Removes the name; its layers go once nothing uses them. Raises EnvironmentNotFoundError."""
         try:
-            await self._transport.call("DELETE", f"/environments/{parse_name(name)}", _Nothing, repeatable=True)
+            await self._transport.call("DELETE", _path(name), _Nothing, repeatable=True)
         except EnvironmentNotFoundError:
             if not missing_ok:
                 raise
+
+
+def _path(name: str, rest: str = "") -> str:
+    # The colon of a tag must not be taken for that of a verb.
+    return f"/environments/{quote(str(parse_reference(name)), safe='')}{rest}"

@@ -11,7 +11,7 @@ import msgspec
 
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError
-from dsec.core.ids import parse_name
+from dsec.core.references import parse_reference, parse_tagged
 from dsec.core.spec import check_path
 from dsec.wire.errors import ErrorBody
 
@@ -84,11 +84,11 @@ class StoreSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     """An environment that was pushed to a store. Its content stays there, and is loaded as it is read."""
 
     url: str
-    environment: str  # its name in the store
+    environment: str  # its name in the store: NAME, or NAME:TAG
 
     def __post_init__(self) -> None:
         check_store(self.url)
-        parse_name(self.environment, "environment name")
+        parse_tagged(self.environment)
 
 
 TreeSource = DirectorySource | TarSource | OciSource | DebianSource  # a tree is made of it
@@ -96,7 +96,7 @@ BuildSource = TreeSource | StoreSource
 
 
 class BuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Make the environment `name` from `source`.
+    """Make the environment `name` (NAME, or NAME:TAG) from `source`.
 
     A name that exists with the same content is success at once; with other content it is an error unless `replace`.
     """
@@ -107,7 +107,7 @@ class BuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     refresh: bool = False  # build again even if this request was built before (newer packages, say)
 
     def __post_init__(self) -> None:
-        parse_name(self.name, "environment name")
+        parse_tagged(self.name)
 
 
 class PushTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,16 +126,35 @@ class PushRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     store: str
 
     def __post_init__(self) -> None:
-        parse_name(self.name, "environment name")
+        parse_reference(self.name)
         check_store(self.store)
+
+
+class Role(enum.StrEnum):
+    """What a part is in an environment. Later ones lie above, and hide, earlier ones."""
+
+    BASE = "base"
+    WORKSPACE = "workspace"
+    TOOLKIT = "toolkit"
+
+
+class EnvironmentPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a composed environment, and what it was when the environment was locked."""
+
+    role: Role
+    reference: str
+    digest: str  # of the record
+    layers: tuple[str, ...]  # digests, lowest first
 
 
 class EnvironmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """An environment as callers see it."""
 
-    name: str
+    name: str  # NAME, or NAME:TAG where the tag is not "latest"
+    digest: str = ""  # of the record: NAME@DIGEST means this one, whatever the name is given to later
     layers: tuple[str, ...]  # digests, lowest first
     size_bytes: int
+    layer_bytes: tuple[int, ...] = ()  # of each layer, on this node's disk
     created_at: float  # seconds since the epoch
     source: str  # for people: "debian bookworm: python3, git"
     kind: str = "erofs"  # how its layers are stored: erofs | directory
@@ -144,6 +163,8 @@ class EnvironmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     workdir: str | None = None
     entrypoint: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+    parts: tuple[EnvironmentPart, ...] = ()  # of a composed one, lowest first
+    follow: bool = False  # its parts are looked up at each create; otherwise they are locked
 
 
 class EnvironmentPage(msgspec.Struct, frozen=True):
@@ -200,12 +221,11 @@ class EnvironmentTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BuildEvent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One line of the story of a build or a push. `done` or `error` is the last."""
+    """One line of the story of a build, a push or an export. `done` or `error` is the last."""
 
     kind: str  # progress | log | done | error
-    stage: str | None = (
-        None  # progress: wait | resolve | stage | digest | convert | verify | publish | cached | attach | push
-    )
+    # progress: wait | resolve | fetch | stage | digest | convert | verify | publish | cached | attach | pack | push
+    stage: str | None = None
     message: str = ""
     environment: EnvironmentInfo | None = None  # done
     error: ErrorBody | None = None  # error

@@ -6,7 +6,7 @@ from dsec.api.errors import told
 from dsec.api.request import Answer, ClientGoneError, Request
 from dsec.api.routing import Route
 from dsec.core.errors import ProtocolError
-from dsec.core.ids import parse_name
+from dsec.core.references import parse_reference
 from dsec.wire.api import TYPE_NDJSON
 from dsec.wire.codec import to_json, unpack
 from dsec.wire.environments import (
@@ -37,7 +37,7 @@ async def remove_environment(request: Request) -> Answer:
 
 
 def _named(request: Request) -> EnvironmentRef:
-    return EnvironmentRef(parse_name(request.segment("name"), "environment name"))
+    return EnvironmentRef(str(parse_reference(request.segment("name"))))
 
 
 async def environment_stats(request: Request) -> Answer:

@@ -14,8 +14,8 @@ from typing import Final
 
 from dsec.core.errors import CapacityError, DsecError, HostError, InvalidArgumentError, UnsupportedError
 from dsec.core.limits import BUILD_LOG_LINE_BYTES_MAX
-from dsec.image.environments import ImageConfig
 from dsec.image.recipes import DEBIAN_ENV, DPKG_OPTIONS, RECIPE_VERSION
+from dsec.image.records import ImageConfig
 from dsec.image.sources import directory
 from dsec.image.sources.apt import AptSource, host_sources, host_suite, proxy_settings
 from dsec.image.stage import Attributes, Stage

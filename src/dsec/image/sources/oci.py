@@ -16,8 +16,8 @@ import msgspec
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError, UnsupportedError
 from dsec.image.archive import apply_whiteouts, unpack_layer
-from dsec.image.environments import ImageConfig, check_config
 from dsec.image.recipes import RECIPE_VERSION
+from dsec.image.records import ImageConfig, check_config
 from dsec.image.stage import Stage
 from dsec.storage.syscalls import RESOLVE_BENEATH, openat2
 from dsec.wire import codec
@@ -81,22 +81,48 @@ def build_key(source: OciSource) -> str:
     """Names the image's manifest, which names all its content."""
     with _layout(source.path) as layout:
         digest = choose(layout, source.reference).digest
-    return hashlib.sha256(f"oci {RECIPE_VERSION} {source.owner} {digest}".encode()).hexdigest()
+    return hashlib.sha256(f"oci-layers {RECIPE_VERSION} {source.owner} {digest}".encode()).hexdigest()
+
+
+@contextmanager
+def opened(source: OciSource) -> Iterator[tuple[ImageConfig, list[OciLayer]]]:
+    """What the image says about running it, and its layers, lowest first; to be read within the `with`.
+
+    Raises InvalidArgumentError, LimitError or UnsupportedError.
+    """
+    with _layout(source.path) as layout:
+        image = choose(layout, source.reference)
+        yield image.config, [OciLayer(layout, descriptor) for descriptor in image.layers]
+
+
+class OciLayer:
+    """One layer of an image. Its blob is checked against its digest whenever it is read."""
+
+    def __init__(self, layout: int, descriptor: _Descriptor) -> None:
+        self._layout = layout
+        self._descriptor = descriptor
+
+    @property
+    def digest(self) -> str:
+        return self._descriptor.digest
+
+    def unpack(self, stage: Stage, *, lowest: bool) -> None:
+        """Raises InvalidArgumentError or LimitError. The lowest layer has nothing to hide."""
+        if not lowest:
+            with _blob(self._layout, self._descriptor) as blob:
+                apply_whiteouts(blob, stage)
+                blob.finish()
+        with _blob(self._layout, self._descriptor) as blob:
+            unpack_layer(blob, stage)
+            blob.finish()
 
 
 def fill(source: OciSource, stage: Stage) -> ImageConfig:
-    """Every blob is checked against its digest. Raises InvalidArgumentError or LimitError."""
-    with _layout(source.path) as layout:
-        image = choose(layout, source.reference)
-        for number, layer in enumerate(image.layers):
-            if number > 0:  # nothing lies below the first
-                with _blob(layout, layer) as blob:
-                    apply_whiteouts(blob, stage)
-                    blob.finish()
-            with _blob(layout, layer) as blob:
-                unpack_layer(blob, stage)
-                blob.finish()
-        return image.config
+    """All layers as one tree. Raises InvalidArgumentError or LimitError."""
+    with opened(source) as (config, layers):
+        for number, layer in enumerate(layers):
+            layer.unpack(stage, lowest=number == 0)
+        return config
 
 
 def choose(layout: int, reference: str | None) -> OciImage:
