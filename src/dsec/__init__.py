@@ -65,14 +65,22 @@ if TYPE_CHECKING:
     from dsec.wire.environments import BuildEvent as BuildEvent
     from dsec.wire.environments import DebianSource as DebianSource
     from dsec.wire.environments import DirectorySource as DirectorySource
+    from dsec.wire.environments import DockerArchiveSource as DockerArchiveSource
+    from dsec.wire.environments import DockerfileSource as DockerfileSource
     from dsec.wire.environments import EnvironmentInfo as EnvironmentInfo
     from dsec.wire.environments import EnvironmentStats as EnvironmentStats
     from dsec.wire.environments import EnvironmentTrace as EnvironmentTrace
     from dsec.wire.environments import LayerUse as LayerUse
     from dsec.wire.environments import OciSource as OciSource
     from dsec.wire.environments import Ownership as Ownership
+    from dsec.wire.environments import RegistrySource as RegistrySource
     from dsec.wire.environments import StoreSource as StoreSource
     from dsec.wire.environments import TarSource as TarSource
+    from dsec.wire.images import ArchiveTarget as ArchiveTarget
+    from dsec.wire.images import Compression as Compression
+    from dsec.wire.images import ExportedImage as ExportedImage
+    from dsec.wire.images import LayoutTarget as LayoutTarget
+    from dsec.wire.images import RegistryTarget as RegistryTarget
     from dsec.wire.records import ExecInfo as ExecInfo
     from dsec.wire.records import FileInfo as FileInfo
     from dsec.wire.records import Gap as Gap
@@ -85,6 +93,7 @@ if TYPE_CHECKING:
 
 # Name → where it is, and what it is called there when that differs.
 _NAMES: Final[dict[str, str]] = {
+    "ArchiveTarget": "dsec.wire.images",
     "BASE_PACKAGES": "dsec.sdk.environments",
     "AsyncClient": "dsec.sdk.client",
     "AsyncConnection": "dsec.sdk.ports",
@@ -101,10 +110,13 @@ _NAMES: Final[dict[str, str]] = {
     "Chunk": "dsec.sdk.results",
     "Client": "dsec.sdk.sync",
     "CommandError": "dsec.core.errors",
+    "Compression": "dsec.wire.images",
     "Connection": "dsec.sdk.sync",
     "Created": "dsec.sdk.sync",
     "DebianSource": "dsec.wire.environments",
     "DirectorySource": "dsec.wire.environments",
+    "DockerArchiveSource": "dsec.wire.environments",
+    "DockerfileSource": "dsec.wire.environments",
     "DsecError": "dsec.core.errors",
     "Environment": "dsec.core.spec",
     "EnvironmentInfo": "dsec.wire.environments",
@@ -114,16 +126,20 @@ _NAMES: Final[dict[str, str]] = {
     "ExecInfo": "dsec.wire.records",
     "ExecResult": "dsec.sdk.results",
     "ExecUsage": "dsec.sdk.results",
+    "ExportedImage": "dsec.wire.images",
     "FileInfo": "dsec.wire.records",
     "Files": "dsec.sdk.sync",
     "Gap": "dsec.wire.records",
     "LayerUse": "dsec.wire.environments",
+    "LayoutTarget": "dsec.wire.images",
     "Metrics": "dsec.wire.records",
     "OciSource": "dsec.wire.environments",
     "Ownership": "dsec.wire.environments",
     "Process": "dsec.sdk.sync",
     "Pty": "dsec.sdk.sync",
     "ReadyProbe": "dsec.core.spec",
+    "RegistrySource": "dsec.wire.environments",
+    "RegistryTarget": "dsec.wire.images",
     "Sandbox": "dsec.sdk.sync",
     "SandboxInfo": "dsec.wire.records:Sandbox",
     "Session": "dsec.sdk.sync",

@@ -23,6 +23,7 @@ from dsec.wire.environments import (
     PushRequest,
 )
 from dsec.wire.frames import Channel, Frame, FrameType, data_of, encode_data
+from dsec.wire.images import ExportedImage, ExportRequest
 from dsec.wire.node import (
     AGENT_ARGS,
     Caller,
@@ -382,6 +383,13 @@ class NodeDouble:
         self.args.append((Method.ENVIRONMENT_PUSH, request))
         await stream.send(Frame(FrameType.EVENT, 0, pack(BuildEvent(kind="progress", stage="push"))))
         await stream.send(Frame(FrameType.END, 0, pack(_environment(request.name))))
+
+    async def _stream_environment_export(self, body: bytes, stream: Stream, caller: Caller) -> None:
+        request = unpack(body, ExportRequest)
+        self.args.append((Method.ENVIRONMENT_EXPORT, request))
+        await stream.send(Frame(FrameType.EVENT, 0, pack(BuildEvent(kind="progress", stage="push"))))
+        exported = ExportedImage(reference="example.org/x@sha256:1", digest="sha256:1", size_bytes=1)
+        await stream.send(Frame(FrameType.END, 0, pack(exported)))
 
     async def _send(self, stream: Stream, frame: Frame) -> None:
         await stream.send(frame)

@@ -14,7 +14,7 @@ from dsec.cli.console import Json, age, clean, client, put_json, run_async, say,
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
-    from dsec.wire.environments import BuildEvent, BuildSource
+    from dsec.wire.environments import BuildEvent
 
 app = typer.Typer(help="Environments: what sandboxes start from.", no_args_is_help=True)
 Name = Annotated[
@@ -39,8 +39,28 @@ def build(
     oci: Annotated[
         Path | None, typer.Option(metavar="DIR", help="From an OCI image layout directory.", show_default=False)
     ] = None,
+    registry: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="From an image of a registry.", show_default=False)
+    ] = None,
+    docker_archive: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="From a tar file of `docker save`.", show_default=False)
+    ] = None,
     reference: Annotated[
-        str | None, typer.Option(metavar="REF", help="With --oci: which image.", show_default=False)
+        str | None,
+        typer.Option(metavar="REF", help="With --oci, --docker-archive: which image.", show_default=False),
+    ] = None,
+    dockerfile: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="From a directory with a Dockerfile, by buildah.", show_default=False),
+    ] = None,
+    file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="With --dockerfile: which one.", show_default=False)
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="STAGE", help="With --dockerfile: where to stop.", show_default=False)
+    ] = None,
+    build_arg: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="With --dockerfile: for its ARG.", show_default=False)
     ] = None,
     store: Annotated[
         str | None, typer.Option(metavar="URL", help="From a store that it was pushed to.", show_default=False)
@@ -53,21 +73,31 @@ def build(
     refresh: Annotated[bool, typer.Option("--refresh", help="Build even what was built before.")] = False,
     json: Json = False,
 ) -> None:
-    """Build an environment. Exactly one of --debian, --directory, --tar, --oci and --store."""
-    if sum((debian, directory is not None, tar is not None, oci is not None, store is not None)) != 1:
-        raise typer.BadParameter("give exactly one of --debian, --directory, --tar, --oci and --store")
-    if packages and not debian:
-        raise typer.BadParameter("packages go with --debian")
-    if environment is not None and store is None:
-        raise typer.BadParameter("--environment goes with --store")
-    if store is not None:
-        source = _stored(store, environment or name)
-    else:
-        source = _source(packages or [], suite, directory, tar, oci, reference, owner)
+    """Build an environment. Exactly one option says what from."""
+    from dsec.cli.sources import SourceOptions
+
+    source = SourceOptions(
+        owner=owner,
+        debian=debian,
+        packages=packages or (),
+        suite=suite,
+        registry=registry,
+        oci=oci,
+        docker_archive=docker_archive,
+        reference=reference,
+        dockerfile=dockerfile,
+        file=file,
+        target=target,
+        arguments=build_arg or (),
+        directory=directory,
+        tar=tar,
+        store=store,
+        environment=environment,
+    ).source(name)
 
     async def work() -> None:
         async with client() as c:
-            with _Progress() as progress:
+            with Progress() as progress:
                 info = await c.environments.build(
                     name, source, replace=replace, refresh=refresh, on_event=progress.hear
                 )
@@ -79,39 +109,7 @@ def build(
     run_async(work())
 
 
-def _source(
-    packages: list[str],
-    suite: str | None,
-    directory: Path | None,
-    tar: Path | None,
-    oci: Path | None,
-    reference: str | None,
-    owner: str,
-) -> BuildSource:
-    from dsec.core.errors import InvalidArgumentError
-    from dsec.sdk.environments import BASE_PACKAGES
-    from dsec.wire.environments import DebianSource, DirectorySource, OciSource, Ownership, TarSource
-
-    if owner not in list(Ownership):
-        raise InvalidArgumentError(f"there is no owner {owner[:40]!r}", hint="keep, squash or root")
-    whose = Ownership(owner)
-    # The node reads these paths, whose working directory is another.
-    if directory is not None:
-        return DirectorySource(path=str(directory.absolute()), owner=whose)
-    if tar is not None:
-        return TarSource(path=str(tar.absolute()), owner=whose)
-    if oci is not None:
-        return OciSource(path=str(oci.absolute()), reference=reference, owner=whose)
-    return DebianSource(packages=tuple(packages) or BASE_PACKAGES, suite=suite)
-
-
-def _stored(url: str, environment: str) -> BuildSource:
-    from dsec.wire.environments import StoreSource
-
-    return StoreSource(url=url, environment=environment)
-
-
-class _Progress:
+class Progress:
     """The story of a build or push on stderr: one moving line on a terminal, a line each elsewhere; not with --json."""
 
     def __init__(self) -> None:
@@ -119,7 +117,7 @@ class _Progress:
         self._last = ""
         self._live = sys.stderr.isatty() and not settings.json and not settings.quiet
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -188,7 +186,7 @@ def push(
 
     async def work() -> None:
         async with client() as c:
-            with _Progress() as progress:
+            with Progress() as progress:
                 info = await c.environments.push(name, store, on_event=progress.hear)
         if settings.json:
             put_json(info)

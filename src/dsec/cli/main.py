@@ -17,6 +17,7 @@ from dsec.cli import (
     doctor,
     environments,
     files,
+    images,
     lists,
     logs,
     manual,
@@ -79,6 +80,7 @@ def _warn() -> None:
 for part in (service, doctor, processes, logs, top, lists, shell, files):
     part.register(app)
 app.add_typer(environments.app, name="env")
+app.add_typer(images.app, name="image")
 app.add_typer(tokens.app, name="token")
 for part in (completion, manual):
     part.register(app)

@@ -153,18 +153,47 @@ PAGES: Final[dict[str, Page]] = {
         "bytes, entries, and skipped: a list of names with reasons",
     ),
     "env build": Page(
-        "Exactly one of --debian, --directory, --tar, --oci and --store says what from. Paths are read by the service. "
-        "The same request again is done at once. Needs the right admin.",
+        "Exactly one of --debian, --registry, --oci, --docker-archive, --dockerfile, --directory, --tar and --store "
+        "says what from. Paths are read by the service. The same request again is done at once. Needs the right admin.",
         (
             ("dsec env build base --debian", "the usual one: Python, git, bash, build tools"),
             ("dsec env build tools --debian bash ripgrep", "named packages and what they need"),
+            ("dsec env build deb --registry debian:12", "an image of a registry, with the accounts of the service"),
             ("dsec env build image --oci ./layout", "an OCI image layout directory"),
+            ("dsec env build mine --dockerfile ./project", "a Dockerfile, where buildah is installed"),
             (
                 "dsec env build tools --store https://images.example/layers",
                 "pushed by another node; loaded as it is read",
             ),
         ),
         "an EnvironmentInfo record",
+    ),
+    "image pull": Page(
+        "A name without a host is one of Docker Hub. The account is that of the service's user: $REGISTRY_AUTH_FILE, "
+        "$DOCKER_CONFIG/config.json or ~/.docker/config.json, with docker's credential helpers. What broke off goes on "
+        "where it did. Needs the right admin.",
+        (
+            ("dsec image pull debian:12", "as the environment debian:12"),
+            ("dsec image pull registry.example/team/tools:1.4 tools --replace", "under another name, which may exist"),
+        ),
+        "an EnvironmentInfo record",
+    ),
+    "image push": Page(
+        "One layer of the image for each of the environment; what the registry has is not sent again. Prints the name "
+        "of the image with its digest. Needs the right admin.",
+        (
+            ("dsec image push tools registry.example/team/tools:1.4", "for docker, podman and others"),
+            ("dsec image push tools registry.example/team/tools --compression zstd", "quicker and smaller"),
+        ),
+        "an ExportedImage record",
+    ),
+    "image export": Page(
+        "The path is the node's. Needs the right admin, at the node's own socket.",
+        (
+            ("dsec image export tools --docker-archive tools.tar", "then `docker load -i tools.tar`"),
+            ("dsec image export tools --oci ./layout", "an OCI image layout; others in it stay"),
+        ),
+        "an ExportedImage record",
     ),
     "env ls": Page("", (("dsec env ls", "what sandboxes may start from"),), "a list of EnvironmentInfo records"),
     "env show": Page("", (("dsec env show base", "size, layers, program and user"),), "an EnvironmentInfo record"),

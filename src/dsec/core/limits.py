@@ -99,6 +99,7 @@ IMAGE_ID_MAX: Final = 65_534  # 65,535 is the agent's (ruling 9): a set-user-id 
 IMAGE_XATTRS_BYTES_MAX: Final = 64 * KIB  # of one file; the kernel's own bound for one attribute
 IMAGE_LAYERS_MAX: Final = 128  # of one OCI image
 IMAGE_MANIFEST_BYTES_MAX: Final = 4 * MIB  # index, manifest or config of an OCI image
+IMAGE_CACHE_BYTES_DEFAULT: Final = 16 * GIB  # blobs of images from registries, kept for the next pull or push
 IMAGE_PACKAGES_MAX: Final = 1_000  # of one build: bounds its command line and its request
 TAR_HEADER_BYTES_MAX: Final = 4 * MIB  # all headers of one member: long names, pax records, sparse maps
 BUILD_LOG_LINE_BYTES_MAX: Final = 2_000  # what a package says while it is set up is cut at this

@@ -6,24 +6,26 @@ import gzip
 import io
 import lzma
 import os
+import posixpath
 import tarfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO, Final, Protocol, cast
 
 import zstandard
 
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError
-from dsec.image.stage import Attributes, Stage
+from dsec.image.stage import Attributes, Content, Stage
 
 _READ_BYTES: Final = 1 << 20
 _XZ_MEMORY_BYTES: Final = 256 << 20
 _ZSTD_WINDOW_BYTES: Final = 128 << 20
 _XATTR_PREFIX: Final = "SCHILY.xattr."
-_WHITEOUT: Final = b".wh."
-_OPAQUE: Final = b".wh..wh..opq"
+WHITEOUT_MARK: Final = b".wh."
+OPAQUE_MARK: Final = b".wh..wh..opq"
 _TRAILER_BYTES_MAX: Final = 64 << 20
 _STREAM_BYTES_MAX: Final = 2 * limits.IMAGE_BYTES_MAX  # content, headers and what is skipped
 _TAKEN: Final = "a tar file is taken plain or compressed by gzip, xz or zstd"
@@ -44,7 +46,7 @@ def unpack_layer(raw: _Source, stage: Stage) -> None:
     with _members(raw) as (archive, reader):
         for member in _each(archive, reader):
             path = _path(member)
-            if not path.rpartition(b"/")[2].startswith(_WHITEOUT):
+            if not path.rpartition(b"/")[2].startswith(WHITEOUT_MARK):
                 _put(member, path, archive, stage)
 
 
@@ -56,15 +58,37 @@ def apply_whiteouts(raw: _Source, stage: Stage) -> None:
     with _members(raw) as (archive, reader):
         for member in _each(archive, reader):
             directory, _, name = _path(member).rpartition(b"/")
-            if name == _OPAQUE:
+            if name == OPAQUE_MARK:
                 stage.clear(directory)
-            elif name.startswith(_WHITEOUT + _WHITEOUT):
+            elif name.startswith(WHITEOUT_MARK + WHITEOUT_MARK):
                 continue  # other marks of old storage drivers: nothing to hide
-            elif name.startswith(_WHITEOUT):
-                hidden = name.removeprefix(_WHITEOUT)
+            elif name.startswith(WHITEOUT_MARK):
+                hidden = name.removeprefix(WHITEOUT_MARK)
                 if hidden in (b"", b".", b".."):
                     raise InvalidArgumentError(f"the archive hides a file called {os.fsdecode(hidden)!r}")
                 stage.remove(directory + b"/" + hidden if directory else hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedFile:
+    """A member of an archive that is looked into, not unpacked."""
+
+    name: str
+    size: int
+    content: Content  # read it before the next member is asked for
+    target: str | None = None  # of a link: the member that it stands for
+
+
+def files_of(raw: _Source) -> Iterator[ArchivedFile]:
+    """The files and links of an archive, in order. Raises InvalidArgumentError or LimitError."""
+    with _members(raw) as (archive, reader):
+        for member in _each(archive, reader):
+            name = os.fsdecode(_path(member))
+            if member.isreg():
+                yield ArchivedFile(name, member.size, _Content(archive, member))
+            elif member.issym() or member.islnk():
+                start = "" if member.islnk() else posixpath.dirname(name)
+                yield ArchivedFile(name, 0, io.BytesIO(), posixpath.normpath(posixpath.join(start, member.linkname)))
 
 
 def _put(member: tarfile.TarInfo, path: bytes, archive: tarfile.TarFile, stage: Stage) -> None:

@@ -9,13 +9,24 @@ import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Final
 
-from dsec.core.errors import CapacityError, DeadlineError, InvalidArgumentError, Outcome, StorageError
+from dsec.core.errors import (
+    CapacityError,
+    DeadlineError,
+    InvalidArgumentError,
+    Outcome,
+    StorageError,
+    UnsupportedError,
+)
 from dsec.core.limits import BUILD_TIMEOUT_S_DEFAULT, BUILDS_MAX, MIB
+from dsec.core.spec import Environment
 from dsec.image.environments import EnvironmentStore
 from dsec.image.make import typed
+from dsec.image.registry.client import DEFAULT_SETTINGS, RegistrySettings
 from dsec.image.worker import Job, build_key, error_event, ready_result
+from dsec.storage.layers import LayerLocation, Lease
 from dsec.storage.store.places import clean_directory
 from dsec.wire import codec
 from dsec.wire.environments import (
@@ -28,6 +39,7 @@ from dsec.wire.environments import (
     is_on_node,
 )
 from dsec.wire.errors import error_of
+from dsec.wire.images import ExportedImage, ExportRequest
 
 _LINE_BYTES_MAX: Final = 32 * MIB  # `done` holds the configuration of an image, escaped
 _RETRY_AFTER_S: Final = 10.0
@@ -39,6 +51,7 @@ async def build(
     request: BuildRequest,
     progress: Callable[[BuildEvent], None] = lambda event: None,
     *,
+    registries: RegistrySettings = DEFAULT_SETTINGS,
     timeout_s: float = BUILD_TIMEOUT_S_DEFAULT,
 ) -> EnvironmentInfo:
     """Make the environment, or find that it is there. `progress` gets the `progress` and `log` events as they come.
@@ -51,8 +64,8 @@ async def build(
     if ready is not None:
         progress(BuildEvent(kind="progress", stage="cached", message=f"{request.name} is built already"))
         return ready
-    job = Job(os.fspath(store.state), build=request)
-    return await _bounded(store, job, f"building {request.name!r}", progress, timeout_s)
+    job = Job(os.fspath(store.state), build=request, registries=registries)
+    return _environment(await _bounded(store, job, f"building {request.name!r}", progress, timeout_s))
 
 
 async def push(
@@ -71,20 +84,62 @@ async def push(
     await asyncio.to_thread(store.get, request.name)
     try:
         job = Job(os.fspath(store.state), push=request)
-        return await _bounded(store, job, f"pushing {request.name!r}", progress, timeout_s)
+        return _environment(await _bounded(store, job, f"pushing {request.name!r}", progress, timeout_s))
     finally:
         if is_on_node(request.store):
             await asyncio.shield(asyncio.to_thread(clean_directory, request.store))
 
 
+async def export(
+    store: EnvironmentStore,
+    request: ExportRequest,
+    progress: Callable[[BuildEvent], None] = lambda event: None,
+    *,
+    registries: RegistrySettings = DEFAULT_SETTINGS,
+    serve: Callable[[LayerLocation], str] | None = None,
+    timeout_s: float = BUILD_TIMEOUT_S_DEFAULT,
+) -> ExportedImage:
+    """Make an environment an image of a registry, or in a file. `serve` gives the data of layers of stores as files.
+
+    Raises EnvironmentNotFoundError, UnsupportedError for such layers without `serve`, what the registry or disk raises,
+    CapacityError when too many builds and pushes run, DeadlineError.
+    After an error or a cancellation nothing runs on, and no image is there that is not whole.
+    """
+    with await asyncio.to_thread(_held, store, request.name) as held:
+        data = await asyncio.to_thread(_data_of, store, held.digests, serve)
+        job = Job(os.fspath(store.state), export=request, data=data, registries=registries)
+        done = await _bounded(store, job, f"exporting {request.name!r}", progress, timeout_s)
+    if not isinstance(done, ExportedImage):
+        raise StorageError("the build process says that it has done something else")
+    return done
+
+
+def _held(store: EnvironmentStore, name: str) -> Lease:
+    return store.acquire(Environment(base=name))[1]
+
+
+def _data_of(
+    store: EnvironmentStore, digests: tuple[str, ...], serve: Callable[[LayerLocation], str] | None
+) -> dict[str, str]:
+    remote = [layer for layer in map(store.layers.get, digests) if layer.remote is not None]
+    if remote and serve is None:
+        raise UnsupportedError("layers that are loaded from a store can be exported by a running service only")
+    return {layer.digest: serve(layer) for layer in remote if serve is not None}
+
+
 async def build_events(
-    store: EnvironmentStore, request: BuildRequest, *, timeout_s: float = BUILD_TIMEOUT_S_DEFAULT
+    store: EnvironmentStore,
+    request: BuildRequest,
+    *,
+    registries: RegistrySettings = DEFAULT_SETTINGS,
+    timeout_s: float = BUILD_TIMEOUT_S_DEFAULT,
 ) -> AsyncIterator[BuildEvent]:
     """The same as a stream that always ends with `done` or `error`. Closing it early cancels the build.
 
     A slow reader loses log lines in the middle, never the end.
     """
-    async with aclosing(_events(lambda put: build(store, request, put, timeout_s=timeout_s))) as events:
+    work = partial(build, store, request, registries=registries, timeout_s=timeout_s)
+    async with aclosing(_events(work)) as events:
         async for event in events:
             yield event
 
@@ -98,8 +153,23 @@ async def push_events(
             yield event
 
 
+async def export_events(
+    store: EnvironmentStore,
+    request: ExportRequest,
+    *,
+    registries: RegistrySettings = DEFAULT_SETTINGS,
+    serve: Callable[[LayerLocation], str] | None = None,
+    timeout_s: float = BUILD_TIMEOUT_S_DEFAULT,
+) -> AsyncIterator[BuildEvent]:
+    """`export` as a stream, as `build_events` is."""
+    work = partial(export, store, request, registries=registries, serve=serve, timeout_s=timeout_s)
+    async with aclosing(_events(work)) as events:
+        async for event in events:
+            yield event
+
+
 async def _events(
-    work: Callable[[Callable[[BuildEvent], None]], Awaitable[EnvironmentInfo]],
+    work: Callable[[Callable[[BuildEvent], None]], Awaitable[EnvironmentInfo | ExportedImage]],
 ) -> AsyncGenerator[BuildEvent]:
     queue: asyncio.Queue[BuildEvent] = asyncio.Queue(_EVENTS_QUEUED_MAX)
 
@@ -109,7 +179,9 @@ async def _events(
 
     async def run() -> None:
         try:
-            last = BuildEvent(kind="done", environment=await work(put))
+            done = await work(put)
+            exported = done if isinstance(done, ExportedImage) else None
+            last = BuildEvent(kind="done", environment=None if exported else _environment(done), exported=exported)
         except Exception as error:
             last = error_event(error)
         await queue.put(last)
@@ -129,7 +201,7 @@ async def _events(
 
 async def _bounded(
     store: EnvironmentStore, job: Job, what: str, progress: Callable[[BuildEvent], None], timeout_s: float
-) -> EnvironmentInfo:
+) -> EnvironmentInfo | ExportedImage:
     """One worker process among those that may run at once, for as long as it may take."""
     if store.builds_running >= BUILDS_MAX:
         raise CapacityError(
@@ -145,6 +217,12 @@ async def _bounded(
         store.builds_running -= 1
 
 
+def _environment(done: EnvironmentInfo | ExportedImage) -> EnvironmentInfo:
+    if not isinstance(done, EnvironmentInfo):
+        raise StorageError("the build process says that it has done something else")
+    return done
+
+
 def _ready(store: EnvironmentStore, request: BuildRequest) -> EnvironmentInfo | None:
     """Answers without a process where the key is cheap: a tree or a tar file would have to be read in full."""
     if not isinstance(request.source, (DebianSource, OciSource)):
@@ -155,7 +233,9 @@ def _ready(store: EnvironmentStore, request: BuildRequest) -> EnvironmentInfo | 
         raise typed(error) from error
 
 
-async def _supervise(store: EnvironmentStore, job: Job, progress: Callable[[BuildEvent], None]) -> EnvironmentInfo:
+async def _supervise(
+    store: EnvironmentStore, job: Job, progress: Callable[[BuildEvent], None]
+) -> EnvironmentInfo | ExportedImage:
     process = await asyncio.create_subprocess_exec(
         *_command(),
         stdin=asyncio.subprocess.PIPE,
@@ -185,7 +265,9 @@ def _command() -> list[str]:
     return [unshare, "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc", *worker]
 
 
-async def _follow(process: Process, job: Job, progress: Callable[[BuildEvent], None]) -> EnvironmentInfo | None:
+async def _follow(
+    process: Process, job: Job, progress: Callable[[BuildEvent], None]
+) -> EnvironmentInfo | ExportedImage | None:
     """The result that the worker tells; None when it ends without one. Raises the error that it tells."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -197,8 +279,8 @@ async def _follow(process: Process, job: Job, progress: Callable[[BuildEvent], N
             event = codec.from_json(line, BuildEvent)
         except InvalidArgumentError:
             continue  # a program of the build wrote to its own stdout
-        if event.kind == "done" and event.environment is not None:
-            return event.environment
+        if event.kind == "done" and (done := event.environment or event.exported) is not None:
+            return done
         if event.kind == "error" and event.error is not None:
             raise error_of(event.error)
         progress(event)

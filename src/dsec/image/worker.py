@@ -18,11 +18,14 @@ from typing import Final
 import msgspec
 
 from dsec.core.errors import ConflictError, EnvironmentNotFoundError, InvalidArgumentError
-from dsec.image import published
+from dsec.image import imported, published
 from dsec.image.environments import EnvironmentStore, environment_info
+from dsec.image.export.run import export_now
+from dsec.image.imported import Importer
 from dsec.image.make import Report, log, make_layer, progress, typed
 from dsec.image.published import ImageRecord, read_image
 from dsec.image.records import BuildRecord, EnvironmentRecord, ImageConfig
+from dsec.image.registry.client import DEFAULT_SETTINGS, RegistrySettings
 from dsec.image.sources import debian, directory, oci, tarball
 from dsec.image.sources.apt import host_suite
 from dsec.image.stack import CannotStackError, Unpacking, unpack_stack
@@ -37,6 +40,7 @@ from dsec.wire.environments import (
     DebianSource,
     DirectorySource,
     EnvironmentInfo,
+    ImageSource,
     OciSource,
     Ownership,
     PushRequest,
@@ -45,6 +49,7 @@ from dsec.wire.environments import (
     TreeSource,
 )
 from dsec.wire.errors import body_of
+from dsec.wire.images import ExportedImage, ExportRequest
 
 _NICENESS: Final = 5  # running sandboxes come first
 _PROXIES: Final = ("http_proxy", "https_proxy", "no_proxy")
@@ -54,12 +59,20 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the parent sends."""
 
     state: str
-    build: BuildRequest | None = None  # one of the two
+    build: BuildRequest | None = None  # one of the three
     push: PushRequest | None = None
+    export: ExportRequest | None = None
+    data: dict[str, str] = {}  # export: files with the data of layers that are loaded from stores
+    registries: RegistrySettings = DEFAULT_SETTINGS
 
 
 def build_now(
-    store: EnvironmentStore, request: BuildRequest, report: Report, *, proxies: Mapping[str, str] | None = None
+    store: EnvironmentStore,
+    request: BuildRequest,
+    report: Report,
+    *,
+    proxies: Mapping[str, str] | None = None,
+    importer: Importer | None = None,
 ) -> EnvironmentInfo:
     """Build in this process, blocking. After an error every name stands for what it did before.
 
@@ -71,7 +84,8 @@ def build_now(
         )
     progress(report, "resolve", f"looking at {describe(request.source)}")
     image = read_image(request.source) if isinstance(request.source, StoreSource) else None
-    key = build_key(request.source, image)
+    importer = importer or Importer(store.state)
+    key = build_key(request.source, image, importer)
     ready = ready_result(store, request, key)
     if ready is not None:
         return ready
@@ -82,10 +96,10 @@ def build_now(
             return ready
         if image is not None:
             return _attach(store, request, image, key, report)
-        return _build(store, request, key, report, proxies or {})
+        return _build(store, request, key, report, proxies or {}, importer)
 
 
-def build_key(source: BuildSource, image: ImageRecord | None = None) -> str:
+def build_key(source: BuildSource, image: ImageRecord | None = None, importer: Importer | None = None) -> str:
     """Equal for requests that lead to the same content. Raises what the source's own reading raises.
 
     `image` is what a store says of the environment, for a source that is one.
@@ -98,6 +112,8 @@ def build_key(source: BuildSource, image: ImageRecord | None = None) -> str:
         return tarball.build_key(source)
     if isinstance(source, OciSource):
         return oci.build_key(source)
+    if isinstance(source, ImageSource):
+        return (importer or Importer(Path())).build_key(source)
     return debian.build_key(source)
 
 
@@ -111,6 +127,8 @@ def describe(source: BuildSource) -> str:
         return f"OCI layout {source.path}" + (f" ({source.reference})" if source.reference else "")
     if isinstance(source, StoreSource):
         return f"environment {source.environment} of {source.url}"[:500]
+    if isinstance(source, ImageSource):
+        return imported.describe(source)[:500]
     packages = ", ".join(sorted(set(source.packages))) or "no further packages"
     return f"debian {source.suite or host_suite()}: {packages}"[:500]
 
@@ -138,12 +156,17 @@ def ready_result(store: EnvironmentStore, request: BuildRequest, key: str) -> En
 
 
 def _build(
-    store: EnvironmentStore, request: BuildRequest, key: str, report: Report, proxies: Mapping[str, str]
+    store: EnvironmentStore,
+    request: BuildRequest,
+    key: str,
+    report: Report,
+    proxies: Mapping[str, str],
+    importer: Importer,
 ) -> EnvironmentInfo:
     require_free(store.state)
     assert not isinstance(request.source, StoreSource)
     with store.layers.staging() as work:
-        config, lease = _layers(store, request, work, report, proxies)
+        config, lease = _layers(store, request, work, report, proxies, importer)
         with lease, store.layers.publishing():
             built = BuildRecord(layers=lease.digests, source=describe(request.source), config=config)
             store.put_built(key, built)
@@ -151,11 +174,18 @@ def _build(
 
 
 def _layers(
-    store: EnvironmentStore, request: BuildRequest, work: Path, report: Report, proxies: Mapping[str, str]
+    store: EnvironmentStore,
+    request: BuildRequest,
+    work: Path,
+    report: Report,
+    proxies: Mapping[str, str],
+    importer: Importer,
 ) -> tuple[ImageConfig, Lease]:
     """One layer for each of an image's where this host can do so, and one for everything else."""
     source = request.source
     assert not isinstance(source, StoreSource)
+    if isinstance(source, ImageSource):
+        source = importer.to_layout(source, work, report)
     if isinstance(source, OciSource):
         try:
             with oci.opened(source) as (config, archives):
@@ -223,19 +253,25 @@ def main() -> int:
     try:
         store = EnvironmentStore(job.state)
         store.layers.clean()
-        info = _run(store, job, proxies)
+        done = _run(store, job, proxies)
     except Exception as error:
         _write(error_event(error))
         return 1
-    _write(BuildEvent(kind="done", environment=info))
+    if isinstance(done, ExportedImage):
+        _write(BuildEvent(kind="done", exported=done))
+    else:
+        _write(BuildEvent(kind="done", environment=done))
     return 0
 
 
-def _run(store: EnvironmentStore, job: Job, proxies: Mapping[str, str]) -> EnvironmentInfo:
+def _run(store: EnvironmentStore, job: Job, proxies: Mapping[str, str]) -> EnvironmentInfo | ExportedImage:
     if job.push is not None:
         return published.push_now(store, job.push, _write)
+    if job.export is not None:
+        return export_now(store, job.export, _write, settings=job.registries, environ=os.environ, data=job.data)
     if job.build is not None:
-        return build_now(store, job.build, _write, proxies=proxies)
+        importer = Importer(store.state, job.registries, os.environ)
+        return build_now(store, job.build, _write, proxies=proxies, importer=importer)
     raise InvalidArgumentError("a job without anything to do")
 
 

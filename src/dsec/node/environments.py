@@ -10,8 +10,10 @@ from typing import Protocol
 
 from dsec.backends.base import Layer
 from dsec.core.spec import Environment
-from dsec.image.build import build_events, push_events
+from dsec.image.build import build_events, export_events, push_events
 from dsec.image.environments import EnvironmentStore, LockedEnvironment, StoreFacts
+from dsec.image.registry.blobs import BlobCache
+from dsec.image.registry.client import DEFAULT_SETTINGS, RegistrySettings
 from dsec.node.loading import environment_stats, record_trace
 from dsec.storage.layers import LayerLocation
 from dsec.storage.remote import RemoteLayers
@@ -23,6 +25,7 @@ from dsec.wire.environments import (
     EnvironmentTrace,
     PushRequest,
 )
+from dsec.wire.images import ExportRequest
 
 
 class Hold(Protocol):
@@ -71,6 +74,10 @@ class Environments(Protocol):
         """The story of a push to a store, as of a build."""
         ...
 
+    def export(self, request: ExportRequest) -> AsyncIterator[BuildEvent]:
+        """The story of an export to a registry or a file, as of a build."""
+        ...
+
     async def stats(self, name: str) -> EnvironmentStats:
         """Raises EnvironmentNotFoundError."""
         ...
@@ -96,9 +103,12 @@ class Environments(Protocol):
 class StoredEnvironments:
     """Those of an EnvironmentStore. Resolving reads a few small files that are in memory; the rest runs in threads."""
 
-    def __init__(self, store: EnvironmentStore, remote: RemoteLayers) -> None:
+    def __init__(
+        self, store: EnvironmentStore, remote: RemoteLayers, *, registries: RegistrySettings = DEFAULT_SETTINGS
+    ) -> None:
         self._store = store
         self._remote = remote
+        self._registries = registries
 
     async def acquire(self, environment: Environment) -> Resolved:
         locked, lease = self._store.acquire(environment)
@@ -147,10 +157,13 @@ class StoredEnvironments:
         await asyncio.to_thread(work)
 
     def build(self, request: BuildRequest) -> AsyncIterator[BuildEvent]:
-        return build_events(self._store, request)
+        return build_events(self._store, request, registries=self._registries)
 
     def push(self, request: PushRequest) -> AsyncIterator[BuildEvent]:
         return push_events(self._store, request)
+
+    def export(self, request: ExportRequest) -> AsyncIterator[BuildEvent]:
+        return export_events(self._store, request, registries=self._registries, serve=self._remote.serve)
 
     async def stats(self, name: str) -> EnvironmentStats:
         return await asyncio.to_thread(environment_stats, self._store, self._remote, name)
@@ -167,6 +180,7 @@ class StoredEnvironments:
     async def tidy(self, *, live: Collection[str]) -> None:
         def work() -> None:
             self._store.layers.clean()
+            BlobCache(self._store.state).collect(self._registries.cache_bytes)
             for digest in self._store.collect(live=live):
                 self._remote.forget(digest, unless=self._store.layers.has)
 

@@ -19,6 +19,7 @@ import msgspec
 from dsec.binaries import find_binary
 from dsec.core.errors import HostError
 from dsec.core.units import format_size
+from dsec.image.sources.dockerfile import buildah_program, buildah_version
 from dsec.node.admission import memory_promised_max
 from dsec.node.config import NodeConfig
 from dsec.node.host import memory_total_bytes
@@ -79,6 +80,7 @@ _MEANING: Final = {
     "Landlock": ("optional", "nothing of ours: programs inside cannot confine themselves with it"),
     "stores": ("optional", "`dsec env build --store` does not work: nothing is loaded on demand"),
     "Debian packages": ("optional", "`dsec env build --debian` does not work; tar, directory and OCI do"),
+    "Dockerfiles": ("optional", "`dsec env build --dockerfile` does not work; images of registries and archives do"),
     "KVM": ("optional", "nothing yet: virtual machines are not built in"),
 }
 
@@ -99,6 +101,7 @@ def _probes(config: NodeConfig) -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "host limits", lambda: host_limits(config.sandboxes_max)
     yield "stores", stores
     yield "Debian packages", _debian
+    yield "Dockerfiles", dockerfiles
     yield "KVM", _kvm
 
 
@@ -270,6 +273,16 @@ def _descriptors() -> Finding:
     status = OK if soft >= _NOFILE_GOOD else DEGRADED
     hint = None if status == OK else f"LimitNOFILE={_NOFILE_GOOD} for the node's service"
     return Finding(what="descriptors", status=status, detail=f"{soft} (hard {hard})", hint=hint)
+
+
+def dockerfiles() -> Finding:
+    program = buildah_program()
+    if program is None:
+        return Finding(what="Dockerfiles", status=MISSING, detail="no buildah", hint="apt install buildah")
+    version = buildah_version(program)
+    if version is None:
+        return Finding(what="Dockerfiles", status=MISSING, detail=f"{program} does not run")
+    return Finding(what="Dockerfiles", status=OK, detail=f"buildah {version}")
 
 
 def _kvm() -> Finding:

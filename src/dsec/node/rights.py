@@ -6,7 +6,8 @@ from typing import Final
 
 from dsec.core.clock import Clock
 from dsec.core.errors import AuthError, ForbiddenError
-from dsec.wire.environments import BuildRequest, DebianSource, StoreSource, is_on_node
+from dsec.wire.environments import BuildRequest, DebianSource, RegistrySource, StoreSource, is_on_node
+from dsec.wire.images import ExportRequest, RegistryTarget
 from dsec.wire.node import Caller, Method, Right
 
 _READ: Final = (
@@ -24,6 +25,7 @@ _ADMIN: Final = (
     Method.ENVIRONMENT_REMOVE,
     Method.ENVIRONMENT_BUILD,
     Method.ENVIRONMENT_PUSH,
+    Method.ENVIRONMENT_EXPORT,
     Method.ENVIRONMENT_TRACE,
     Method.DOCTOR,
 )
@@ -47,7 +49,7 @@ def check_rights(caller: Caller, method: Method, clock: Clock) -> None:
 
 def check_source(request: BuildRequest, caller: Caller) -> None:
     """The node reads sources as root: only who is on the node may name its files. Raises ForbiddenError."""
-    if caller.local or isinstance(request.source, DebianSource):
+    if caller.local or isinstance(request.source, (DebianSource, RegistrySource)):
         return
     if isinstance(request.source, StoreSource):
         check_store_of(request.source.url, caller)
@@ -55,6 +57,15 @@ def check_source(request: BuildRequest, caller: Caller) -> None:
         raise ForbiddenError(
             "environments from files of the node can be built only over its own socket",
             hint="run `dsec env build` on the node, without DSEC_URL and DSEC_TOKEN",
+        )
+
+
+def check_target(request: ExportRequest, caller: Caller) -> None:
+    """The node writes files as root, too. Raises ForbiddenError."""
+    if not caller.local and not isinstance(request.target, RegistryTarget):
+        raise ForbiddenError(
+            "images are written to files of the node only over its own socket",
+            hint="push to a registry, or run it on the node, without DSEC_URL and DSEC_TOKEN",
         )
 
 

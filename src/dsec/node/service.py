@@ -28,7 +28,7 @@ from dsec.node.execs import NodeExec
 from dsec.node.files import call_agent, decode_args, session_info, session_open
 from dsec.node.listing import list_sandboxes
 from dsec.node.node import Node
-from dsec.node.rights import check_rights, check_source, check_store_of, project_seen
+from dsec.node.rights import check_rights, check_source, check_store_of, check_target, project_seen
 from dsec.node.supervisor import Supervisor
 from dsec.observe.context import ids
 from dsec.observe.logs import get_logger
@@ -36,6 +36,7 @@ from dsec.wire import node as wire
 from dsec.wire import records
 from dsec.wire.codec import pack, unpack
 from dsec.wire.environments import BuildRequest, EnvironmentPage, EnvironmentRef, PushRequest
+from dsec.wire.images import ExportRequest
 from dsec.wire.node import Caller, Done, Method, Stream
 
 log = get_logger(__name__)
@@ -90,6 +91,7 @@ class Service:
             Method.CONNECT: (wire.FileCall, self._connect),
             Method.ENVIRONMENT_BUILD: (BuildRequest, self._environment_build),
             Method.ENVIRONMENT_PUSH: (PushRequest, self._environment_push),
+            Method.ENVIRONMENT_EXPORT: (ExportRequest, self._environment_export),
         }
 
     async def call(self, method: Method, body: bytes, *, caller: Caller, key: str | None, timeout_s: float) -> bytes:
@@ -340,6 +342,10 @@ class Service:
     async def _environment_push(self, request: PushRequest, caller: Caller, stream: Stream) -> None:
         check_store_of(request.store, caller)
         await streams.send_build(self._node.environments.push(request), stream)
+
+    async def _environment_export(self, request: ExportRequest, caller: Caller, stream: Stream) -> None:
+        check_target(request, caller)
+        await streams.send_build(self._node.environments.export(request), stream)
 
     async def _environment_stats(self, request: EnvironmentRef, caller: Caller, _: str | None) -> Any:
         return await self._node.environments.stats(request.name)

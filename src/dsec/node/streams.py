@@ -118,7 +118,7 @@ async def send_build(events: AsyncIterator[BuildEvent], stream: Stream) -> None:
                     raise error_of(event.error)
                 await stream.send(Frame(FrameType.EVENT, 0, pack(event)))
                 if event.kind == "done":
-                    await _end(stream, event.environment)
+                    await _end(stream, event.environment or event.exported)
                     return
         finally:
             close = getattr(events, "aclose", None)

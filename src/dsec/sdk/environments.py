@@ -26,6 +26,7 @@ from dsec.wire.environments import (
     PushTarget,
 )
 from dsec.wire.errors import ErrorBody, error_of
+from dsec.wire.images import Export, ExportedImage, ExportTarget
 
 _ATTEMPTS_MAX: Final = 6
 
@@ -85,8 +86,9 @@ class AsyncEnvironments:
     ) -> EnvironmentInfo:
         """Makes the environment `name`, and returns once sandboxes can start from it.
 
-        `source`: `dsec.DebianSource(packages=(…))`, `DirectorySource`, `TarSource`, `OciSource`, or
-        `StoreSource(url=…, environment=…)` for what was pushed to a store; paths are the node's. A name that exists
+        `source`: `dsec.DebianSource(packages=(…))`, `RegistrySource("host/path:tag")`, `DirectorySource`, `TarSource`,
+        `OciSource`, `DockerArchiveSource`, `DockerfileSource`, or `StoreSource(url=…, environment=…)` for what was
+        pushed to a store; paths are the node's. A name that exists
         with the same content is success at once; with other content it is a ConflictError unless `replace`. `refresh`
         builds even what was built before. `on_event` hears each BuildEvent.
         """
@@ -104,6 +106,20 @@ class AsyncEnvironments:
         path = _path(name, ":push")
         return await self._follow(path, PushTarget(store), on_event)
 
+    async def export(
+        self, name: str, target: ExportTarget, *, on_event: Callable[[BuildEvent], Any] | None = None
+    ) -> ExportedImage:
+        """Makes an environment an image of the OCI, for other tools and machines.
+
+        `target`: `dsec.RegistryTarget("host/path:tag")`, or on the node `LayoutTarget("/directory")` or
+        `ArchiveTarget("/file.tar")` for `docker load`. What is there already is not sent again. ConflictError,
+        NotFoundError and StorageError as the registry says.
+        """
+        done = await self._followed(f"/environments/{parse_reference(name)}:export", Export(target), on_event)
+        if done.exported is None:
+            raise ProtocolError("the service does not say what it has done")
+        return done.exported
+
     async def stats(self, name: str) -> EnvironmentStats:
         """How much of each layer has been loaded from its store, and why the store failed last."""
         return await self._transport.call("GET", _path(name, "/stats"), EnvironmentStats)
@@ -119,6 +135,17 @@ class AsyncEnvironments:
     async def _follow(
         self, path: str, request: BuildRequest | PushTarget, on_event: Callable[[BuildEvent], Any] | None
     ) -> EnvironmentInfo:
+        done = await self._followed(path, request, on_event)
+        if done.environment is None:
+            raise ProtocolError("the service does not say what it has done")
+        return done.environment
+
+    async def _followed(
+        self,
+        path: str,
+        request: BuildRequest | PushTarget | Export,
+        on_event: Callable[[BuildEvent], Any] | None,
+    ) -> BuildEvent:
         attempt = 0
         while True:
             try:
@@ -129,8 +156,11 @@ class AsyncEnvironments:
                 await self._transport.pause(error, attempt, most=_ATTEMPTS_MAX)
 
     async def _told(
-        self, path: str, request: BuildRequest | PushTarget, on_event: Callable[[BuildEvent], Any] | None
-    ) -> EnvironmentInfo:
+        self,
+        path: str,
+        request: BuildRequest | PushTarget | Export,
+        on_event: Callable[[BuildEvent], Any] | None,
+    ) -> BuildEvent:
         async with self._transport.stream("POST", path, body=request, headers={"Accept": api.TYPE_NDJSON}) as response:
             async for event in json_lines(response, BuildEvent):
                 if on_event is not None:
@@ -140,9 +170,7 @@ class AsyncEnvironments:
                 if event.kind == "error":
                     raise error_of(event.error or ErrorBody(code="internal", message=event.message or "it failed"))
                 if event.kind == "done":
-                    if event.environment is None:
-                        raise ProtocolError("the service does not say what it has done")
-                    return event.environment
+                    return event
         raise UnavailableError("the connection was lost before the end")
 
     async def remove(self, name: str, *, missing_ok: bool = False) -> None:

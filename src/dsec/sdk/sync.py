@@ -34,6 +34,7 @@ from dsec.wire.environments import (
     EnvironmentStats,
     EnvironmentTrace,
 )
+from dsec.wire.images import ExportedImage, ExportTarget
 from dsec.wire.records import (
     DoctorReport,
     ExecInfo,
@@ -387,8 +388,9 @@ class Environments(Blocking[AsyncEnvironments]):
     ) -> EnvironmentInfo:
         """Makes the environment `name`, and returns once sandboxes can start from it.
 
-        `source`: `dsec.DebianSource(packages=(…))`, `DirectorySource`, `TarSource`, `OciSource`, or
-        `StoreSource(url=…, environment=…)` for what was pushed to a store; paths are the node's. A name that exists
+        `source`: `dsec.DebianSource(packages=(…))`, `RegistrySource("host/path:tag")`, `DirectorySource`, `TarSource`,
+        `OciSource`, `DockerArchiveSource`, `DockerfileSource`, or `StoreSource(url=…, environment=…)` for what was
+        pushed to a store; paths are the node's. A name that exists
         with the same content is success at once; with other content it is a ConflictError unless `replace`. `refresh`
         builds even what was built before. `on_event` hears each BuildEvent.
         """
@@ -403,6 +405,17 @@ class Environments(Blocking[AsyncEnvironments]):
         UnsupportedError where layers are kept as directories, or the store is read only.
         """
         return portal().run_calling(lambda bridge: self._async.push(name, store, on_event=bridge(on_event)))
+
+    def export(
+        self, name: str, target: ExportTarget, *, on_event: Callable[[BuildEvent], Any] | None = None
+    ) -> ExportedImage:
+        """Makes an environment an image of the OCI, for other tools and machines.
+
+        `target`: `dsec.RegistryTarget("host/path:tag")`, or on the node `LayoutTarget("/directory")` or
+        `ArchiveTarget("/file.tar")` for `docker load`. What is there already is not sent again. ConflictError,
+        NotFoundError and StorageError as the registry says.
+        """
+        return portal().run_calling(lambda bridge: self._async.export(name, target, on_event=bridge(on_event)))
 
     def stats(self, name: str) -> EnvironmentStats:
         """How much of each layer has been loaded from its store, and why the store failed last."""

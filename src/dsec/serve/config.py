@@ -14,8 +14,10 @@ from dsec.api.server import TcpAddress, check_socket_path
 from dsec.backends.container.config import ContainerConfig
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
+from dsec.core.image_names import parse_registry
 from dsec.core.spec import Substrate
 from dsec.core.units import parse_size
+from dsec.image.registry.client import RegistrySettings
 from dsec.node.config import NodeConfig, WarmConfig
 from dsec.observe.logs import LEVELS
 from dsec.serve.settings import check_names, in_place
@@ -152,6 +154,22 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return parse_size(self.cache_bytes, "cache_bytes")
 
 
+class RegistriesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Images of registries. Accounts are those of the user that the service runs as (~/.docker/config.json)."""
+
+    insecure: tuple[str, ...] = ()  # HOST[:PORT] that may be asked in clear, or with any certificate; loopback may
+    cache_bytes: int | str = limits.IMAGE_CACHE_BYTES_DEFAULT  # of blobs kept for the next pull or push
+
+    def __post_init__(self) -> None:
+        self.settings()
+
+    def settings(self) -> RegistrySettings:
+        return RegistrySettings(
+            insecure=tuple(map(parse_registry, self.insecure)),
+            cache_bytes=parse_size(self.cache_bytes, "cache_bytes"),
+        )
+
+
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     level: str = "info"  # debug, info, warning or error
     file_bytes_max: int | str = 16 * limits.MIB  # of a detached service; one older file is kept beside it
@@ -172,6 +190,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     node: NodeSettings = NodeSettings()
     container: ContainerSettings = ContainerSettings()
     storage: StorageSettings = StorageSettings()
+    registries: RegistriesSettings = RegistriesSettings()
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from dsec.wire.environments import (
     EnvironmentTrace,
     PushRequest,
 )
+from dsec.wire.images import ExportRequest
 
 _COMMAND = ("sleep", "infinity")
 
@@ -46,6 +47,10 @@ class ImaginedEnvironments:
         yield  # makes this an iterator
 
     async def push(self, request: PushRequest) -> AsyncIterator[BuildEvent]:
+        raise _nothing_here()
+        yield  # makes this an iterator
+
+    async def export(self, request: ExportRequest) -> AsyncIterator[BuildEvent]:
         raise _nothing_here()
         yield  # makes this an iterator
 

@@ -117,4 +117,5 @@ class LocalService:
         state = Path(config.state_dir)
         loader = Loader(Path(config.run_dir), state / "cache", cache_bytes=config.storage.cache_size())
         self._stack.callback(loader.close)  # it runs on: sandboxes read through it
-        return StoredEnvironments(EnvironmentStore(state), RemoteLayers(loader))
+        registries = config.registries.settings()
+        return StoredEnvironments(EnvironmentStore(state), RemoteLayers(loader), registries=registries)

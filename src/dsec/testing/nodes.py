@@ -31,6 +31,7 @@ from dsec.wire.environments import (
     PushRequest,
 )
 from dsec.wire.frames import Frame
+from dsec.wire.images import ExportedImage, ExportRequest
 from dsec.wire.node import Caller, Method, Right
 
 T = TypeVar("T")
@@ -90,6 +91,12 @@ class FakeEnvironments:
         info = await self.get(request.name)
         yield BuildEvent(kind="progress", stage="push", message="nothing to do")
         yield BuildEvent(kind="done", environment=info)
+
+    async def export(self, request: ExportRequest) -> AsyncIterator[BuildEvent]:
+        await self.get(request.name)
+        exported = ExportedImage(reference="fake", digest="sha256:" + "0" * 64, size_bytes=0)
+        yield BuildEvent(kind="progress", stage="push", message="nothing to do")
+        yield BuildEvent(kind="done", exported=exported)
 
     async def stats(self, name: str) -> EnvironmentStats:
         return EnvironmentStats(name=(await self.get(name)).name, layers=())

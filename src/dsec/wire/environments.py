@@ -11,13 +11,17 @@ import msgspec
 
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError
+from dsec.core.image_names import parse_image_name
 from dsec.core.references import parse_reference, parse_tagged
 from dsec.core.spec import check_path
 from dsec.wire.errors import ErrorBody
+from dsec.wire.images import ExportedImage
 
 # Nothing that apt or mmdebstrap reads as an option, a pattern or a list.
 _PACKAGE: Final = re.compile(r"[a-z0-9][a-z0-9+.-]+(:[a-z0-9]+)?(=[A-Za-z0-9.+~:-]+)?\Z")
 _SUITE: Final = re.compile(r"[a-z][a-z0-9-]{0,62}\Z")
+_STAGE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}\Z")
+_ARGUMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}\Z")
 _STORE: Final = re.compile(r"(file:///|https?://|s3://)[!-~]+\Z")
 _STORE_HINT: Final = "file:///directory, https://host/path or s3://bucket/prefix"
 
@@ -61,6 +65,54 @@ class OciSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         _absolute(self.path)
 
 
+class DockerArchiveSource(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="docker-archive"
+):
+    """A tar file on the node with images, of `docker save`. `reference` is needed when it holds several."""
+
+    path: str
+    reference: str | None = None
+    owner: Ownership = Ownership.KEEP
+
+    def __post_init__(self) -> None:
+        _absolute(self.path)
+
+
+class RegistrySource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="registry"):
+    """An image of a registry: `debian:12`, HOST/PATH:TAG or HOST/PATH@DIGEST, read with the accounts of the service."""
+
+    image: str
+    owner: Ownership = Ownership.KEEP
+
+    def __post_init__(self) -> None:
+        parse_image_name(self.image)
+
+
+class DockerfileSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="dockerfile"):
+    """A directory on the node with a Dockerfile, built by the node's buildah.
+
+    Its RUN lines run as root of the node in the isolation of buildah, which is none against somebody who means harm.
+    """
+
+    path: str
+    file: str | None = None  # relative to `path`, or absolute; None: Containerfile or Dockerfile
+    target: str | None = None  # the stage to stop at
+    arguments: dict[str, str] = {}  # for ARG lines
+    owner: Ownership = Ownership.KEEP
+
+    def __post_init__(self) -> None:
+        _absolute(self.path)
+        if self.file is not None:
+            check_path(self.file)
+        if self.target is not None and not _STAGE.match(self.target):
+            raise InvalidArgumentError(f"{self.target[:80]!r} is not a stage of a Dockerfile")
+        if sum(len(name) + len(value) for name, value in self.arguments.items()) > limits.ARGV_BYTES_MAX // 2:
+            raise LimitError("the arguments of a Dockerfile are too long")
+        for name, value in self.arguments.items():
+            if not _ARGUMENT.match(name) or "\0" in value:
+                raise InvalidArgumentError(f"{name[:80]!r} is not an argument of a Dockerfile")
+
+
 class DebianSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="debian"):
     """Debian packages and all that they need, from the sources that the node's own apt uses."""
 
@@ -92,7 +144,8 @@ class StoreSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
 
 TreeSource = DirectorySource | TarSource | OciSource | DebianSource  # a tree is made of it
-BuildSource = TreeSource | StoreSource
+ImageSource = RegistrySource | DockerArchiveSource | DockerfileSource  # becomes an OciSource first
+BuildSource = TreeSource | ImageSource | StoreSource
 
 
 class BuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -227,7 +280,8 @@ class BuildEvent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     # progress: wait | resolve | fetch | stage | digest | convert | verify | publish | cached | attach | pack | push
     stage: str | None = None
     message: str = ""
-    environment: EnvironmentInfo | None = None  # done
+    environment: EnvironmentInfo | None = None  # done, of a build or a push
+    exported: ExportedImage | None = None  # done, of an export
     error: ErrorBody | None = None  # error
 
 

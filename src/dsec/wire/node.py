@@ -82,6 +82,7 @@ class Method(enum.StrEnum):
         "environment_build"  # environments.BuildRequest; out: EVENT environments.BuildEvent …, END EnvironmentInfo
     )
     ENVIRONMENT_PUSH = "environment_push"  # environments.PushRequest; out: as environment_build
+    ENVIRONMENT_EXPORT = "environment_export"  # images.ExportRequest; out: EVENT BuildEvent …, END images.ExportedImage
 
 
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,6 +21,7 @@ from dsec.wire.environments import (
     PushTarget,
 )
 from dsec.wire.frames import Frame, FrameType
+from dsec.wire.images import Export, ExportedImage, ExportRequest
 from dsec.wire.node import Done, Method, Nothing, Right
 
 
@@ -57,7 +58,12 @@ async def push_environment(request: Request) -> None:
     await _tell(request, Method.ENVIRONMENT_PUSH, PushRequest(name=_named(request).name, store=target.store))
 
 
-async def _tell(request: Request, method: Method, record: BuildRequest | PushRequest) -> None:
+async def export_environment(request: Request) -> None:
+    export = await request.record(Export)
+    await _tell(request, Method.ENVIRONMENT_EXPORT, ExportRequest(name=_named(request).name, target=export.target))
+
+
+async def _tell(request: Request, method: Method, record: BuildRequest | PushRequest | ExportRequest) -> None:
     """What fails after its first line is told in the last one; the client's going away cancels it."""
     stream = await request.open(method, record)
     try:
@@ -66,7 +72,7 @@ async def _tell(request: Request, method: Method, record: BuildRequest | PushReq
         try:
             kind = ""
             while frame is not None and kind != "done":  # told by an event, and once more by the stream's END
-                event = _event(frame)
+                event = _event(frame, method)
                 kind = event.kind
                 await request.write(to_json(event) + b"\n")
                 frame = await stream.recv()
@@ -79,10 +85,12 @@ async def _tell(request: Request, method: Method, record: BuildRequest | PushReq
         await stream.close()
 
 
-def _event(frame: Frame) -> BuildEvent:
+def _event(frame: Frame, method: Method) -> BuildEvent:
     match frame.type:
         case FrameType.EVENT:
             return unpack(frame.body, BuildEvent)
+        case FrameType.END if method is Method.ENVIRONMENT_EXPORT:
+            return BuildEvent(kind="done", exported=unpack(frame.body, ExportedImage))
         case FrameType.END:
             return BuildEvent(kind="done", environment=unpack(frame.body, EnvironmentInfo))
     raise ProtocolError(f"the node sent a frame of type {frame.type}")
@@ -128,6 +136,17 @@ ROUTES = (
         "Put an environment into a store. Answers a line for each event; the last is `done` or `error`.",
         Right.ADMIN,
         body=PushTarget,
+        answer={TYPE_NDJSON: BuildEvent},
+        statuses=(404, 409, 429, 501),
+        mutates=True,
+    ),
+    Route(
+        "POST",
+        "/v1/environments/{name}:export",
+        export_environment,
+        "Make an environment an image of a registry, an OCI layout or a docker archive. Answers as a push does.",
+        Right.ADMIN,
+        body=Export,
         answer={TYPE_NDJSON: BuildEvent},
         statuses=(404, 409, 429, 501),
         mutates=True,

@@ -1,0 +1,1 @@
+"""Environments become images of the OCI. Blocking."""

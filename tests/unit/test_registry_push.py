@@ -1,0 +1,56 @@
+"""Pushing to registries that make no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsec.core.errors import (
+    StorageError,
+    UnavailableError,
+)
+from dsec.image.registry.push import is_there, upload
+from tests.registries import Client, Fault, Front
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    with Front() as found:
+        yield found
+
+
+@pytest.fixture
+def client(front: Front, tmp_path: Path) -> Client:
+    return Client(front, tmp_path)
+
+
+def test_an_upload_to_a_server_that_makes_no_sense_ends(front: Front, tmp_path: Path) -> None:
+    client = Client(front, tmp_path, push=True)
+    for location in ("", "ftp://example.org/", "http://user:x@h/"):
+        headers = {"Location": location} if location else {}
+        front.faults = [Fault("/uploads/", status=202, headers=headers, method="POST", times=99)]
+
+        with pytest.raises(StorageError):
+            upload(client.registry, "sha256:" + "0" * 64, b"x")
+
+
+def test_an_upload_that_is_forgotten_again_and_again_is_given_up(front: Front, tmp_path: Path) -> None:
+    client = Client(front, tmp_path, push=True)
+    front.faults = [Fault("/uploads/", status=202, headers={"Location": "/v2/team/tools/up"}, method="POST", times=99)]
+
+    with pytest.raises(UnavailableError):
+        upload(client.registry, "sha256:" + "0" * 64, b"x")
+
+
+def test_a_mount_that_the_registry_does_not_know_is_an_upload_that_is_cancelled(front: Front, tmp_path: Path) -> None:
+    client = Client(front, tmp_path, push=True)
+    front.faults = [Fault("/uploads/", status=202, headers={"Location": "/v2/team/tools/up"}, method="POST")]
+
+    assert not is_there(client.registry, "sha256:" + "0" * 64, (f"{front.host}/other", "elsewhere/x"))
+
+    assert [(method, path) for method, path, _ in front.requests if method in ("POST", "DELETE")] == [
+        ("POST", f"/v2/team/tools/blobs/uploads/?mount=sha256%3A{'0' * 64}&from=other"),
+        ("DELETE", "/v2/team/tools/up"),
+    ]
