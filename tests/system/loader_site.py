@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from dsec.binaries import find_binary
 from dsec.image.make import make_layer
 from dsec.storage.layers import LayerKind, LayerLocation, LayerStore
 from dsec.storage.loader import Loader
@@ -32,7 +34,8 @@ def content(number: int) -> bytes:
 class Site:
     """A layer that was published to a store in a directory, and a node that has it from there."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, front: str = "fuse") -> None:
+        self.front = front
         self.store = DirectoryPlace(root / "store")
         builder = LayerStore(root / "builder")
         tree = root / "tree"
@@ -46,7 +49,7 @@ class Site:
         publish_layer(builder, self.digest, self.store)
         self.layers = LayerStore(root / "node")
         (root / "run").mkdir()
-        self.loader = Loader(root / "run", root / "cache", cache_bytes=1 << 30)
+        self.loader = Loader(root / "run", root / "cache", cache_bytes=1 << 30, front=front)
         self.remote = RemoteLayers(self.loader)
         self.data = root / "store" / "data" / self.digest[:2] / self.digest
 
@@ -58,7 +61,7 @@ class Site:
         return mount_erofs(layer.meta, Path(self.remote.serve(layer)))
 
     def forget_everything(self) -> None:
-        """Chunks leave the loader's cache and the kernel's."""
+        """Chunks leave the loader's cache, where holes are made in what is served, and the kernel's."""
         self.loader.request(LoaderOp.EVICT, EvictArgs(1 << 40), EvictAnswer)
         drop_page_cache()
 
@@ -81,11 +84,32 @@ def read(top: int, number: int) -> bytes:
 
 
 @contextmanager
-def made_site(root: Path) -> Iterator[Site]:
-    """Ends its loader after, and looks whether everything is unmounted."""
-    if not Path("/dev/fuse").exists():
+def made_site(root: Path, front: str = "fuse") -> Iterator[Site]:
+    """Ends its loader after, and looks whether everything is unmounted and every process gone."""
+    if front == "fuse" and not Path("/dev/fuse").exists():
         pytest.skip("this host has no FUSE")
-    site = Site(root)
+    if front == "fanotify" and not guards(root):
+        pytest.skip("this kernel or file system has no pre-content events")
+    site = Site(root, front)
     yield site
     site.loader.shutdown()
     until(lambda: str(root) not in Path("/proc/mounts").read_text())
+    until(lambda: not processes(root))
+
+
+def guards(root: Path) -> bool:
+    """Whether files below can be guarded by fanotify."""
+    loader = find_binary("dsec-loader")
+    words = [loader, "--probe", "--run", root, "--cache", root / "probe", "--cache-bytes", "1"]
+    return subprocess.run(words, check=False, capture_output=True).returncode == 0
+
+
+def processes(root: Path, role: str = "") -> list[int]:
+    """Of the loader in `root`; `role` is a word that those have who are asked for."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = entry.read_bytes().split(b"\0")
+            if words[0].endswith((b"dsec-loader", b"exe")) and os.fsencode(root / "run") in words:
+                found += [int(entry.parent.name)] if not role or role.encode() in words else []
+    return found

@@ -47,7 +47,13 @@ pub struct Cache {
 
 impl Cache {
     /// Takes the place of a layer, with what is in it if that is of this index. The caller has no other of this digest.
-    pub fn open(root: &Path, digest: &str, index: &Index) -> Result<(Cache, Vec<Found>)> {
+    /// `open_data` opens its file for us.
+    pub fn open(
+        root: &Path,
+        digest: &str,
+        index: &Index,
+        open_data: &dyn Fn(&Path) -> std::io::Result<File>,
+    ) -> Result<(Cache, Vec<Found>)> {
         let directory = root.join(digest);
         let doing = || format!("opening the cache {}", directory.display());
         make_private(&directory).doing(doing())?;
@@ -64,9 +70,12 @@ impl Cache {
             }
             write_whole(&directory.join(ABOUT), &about).doing(doing())?;
         }
-        let data = open(&directory.join(DATA)).doing(doing())?;
+        if !known {
+            let data = open(&directory.join(DATA)).doing(doing())?;
+            data.set_len(index.size).doing(doing())?;
+        }
+        let data = open_data(&directory.join(DATA)).doing(doing())?;
         let map = open(&directory.join(MAP)).doing(doing())?;
-        data.set_len(index.size).doing(doing())?;
         map.set_len(u64::from(index.len())).doing(doing())?;
         let mut bytes = vec![0; index.len() as usize];
         map.read_exact_at(&mut bytes, 0).doing(doing())?;
@@ -87,6 +96,10 @@ impl Cache {
         Ok((cache, found))
     }
 
+    pub fn data(&self) -> &File {
+        &self.data
+    }
+
     pub fn read(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()> {
         self.data.read_exact_at(buffer, offset)
     }
@@ -97,6 +110,11 @@ impl Cache {
             self.data.write_all_at(bytes, start)?;
             self.map.write_all_at(&[PRESENT], u64::from(chunk))
         })
+    }
+
+    /// It counts as absent, whatever its bytes are.
+    pub fn doubt(&self, chunk: u32) -> std::io::Result<()> {
+        self.while_open(|| self.map.write_all_at(&[ABSENT], u64::from(chunk)))
     }
 
     /// The mark first, the chunk after.
@@ -141,6 +159,21 @@ pub fn remove(root: &Path, digest: &str) -> std::io::Result<()> {
     std::fs::remove_dir_all(&gone)
 }
 
+pub fn data_path(root: &Path, digest: &str) -> PathBuf {
+    root.join(digest).join(DATA)
+}
+
+/// Whether anybody has the data of a cache open that is not ours; true when that cannot be told.
+pub fn is_read(root: &Path, digest: &str) -> bool {
+    match File::open(data_path(root, digest)) {
+        Ok(file) => !dsec_sys::fanotify::is_ours_alone(file.as_fd()).unwrap_or(false),
+        Err(error) => {
+            error.kind() != std::io::ErrorKind::NotFound
+                && error.raw_os_error() != Some(libc::ENOTDIR)
+        }
+    }
+}
+
 /// A directory that others cannot look into, if it is not there yet.
 pub fn make_private(directory: &Path) -> std::io::Result<()> {
     DirBuilder::new()
@@ -174,7 +207,8 @@ fn about(index: &Index) -> Vec<u8> {
     bytes
 }
 
-fn open(path: &Path) -> std::io::Result<File> {
+/// For reading and writing, made if need be, nobody else's.
+pub fn open(path: &Path) -> std::io::Result<File> {
     OpenOptions::new()
         .read(true)
         .write(true)

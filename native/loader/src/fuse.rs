@@ -1,14 +1,13 @@
 //! The blobs as files of a FUSE mount: /dev/fuse is read and written directly (include/uapi/linux/fuse.h).
 //! Threads that read requests never wait for a store: who must wait is answered from a thread that fetches.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Write};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 
 use crate::error::{Doing, Error, Result};
-use crate::layer::{add, Layer};
-use crate::pool::Pool;
+use crate::layer::add;
+use crate::shelf::{node_of, Served, Shelf};
 
 pub const READ_BYTES_MAX: u32 = 1 << 20;
 /// A request has a header and at most a few hundred bytes: we are never written to. The kernel wants no smaller buffer.
@@ -54,16 +53,9 @@ mod flag {
     pub const HAS_RESEND: u32 = 1 << (39 - 32);
 }
 
-/// A layer that is served, and who fetches for it.
-#[derive(Clone)]
-pub struct Served {
-    pub layer: Arc<Layer>,
-    pub pool: Arc<Pool>,
-}
-
 pub struct Fuse {
     device: File,
-    served: RwLock<BTreeMap<u64, Served>>,
+    shelf: Arc<Shelf>,
 }
 
 struct Request<'a> {
@@ -129,11 +121,8 @@ pub fn shake_hands(mut device: &File) -> Result<bool> {
 }
 
 impl Fuse {
-    pub fn new(device: File) -> Fuse {
-        Fuse {
-            device,
-            served: RwLock::default(),
-        }
+    pub fn new(device: File, shelf: Arc<Shelf>) -> Fuse {
+        Fuse { device, shelf }
     }
 
     /// Requests that a worker before us has read and not answered come again (Linux 6.9).
@@ -146,19 +135,6 @@ impl Fuse {
         let _ = (&self.device).write(&message);
     }
 
-    pub fn serve(&self, served: Served) -> Result<()> {
-        let mut all = self.served.write().unwrap_or_else(PoisonError::into_inner);
-        let node = node_of(&served.layer.digest);
-        if all
-            .get(&node)
-            .is_some_and(|other| other.layer.digest != served.layer.digest)
-        {
-            return Err(Error::Busy("another layer has the same number".into()));
-        }
-        all.insert(node, served);
-        Ok(())
-    }
-
     /// The kernel gives up what it has cached of a file that is served anew: it may be another one now.
     pub fn invalidate(&self, digest: &str) {
         let mut message = Vec::with_capacity(OUT_HEADER + 24);
@@ -168,36 +144,6 @@ impl Fuse {
         message.extend(node_of(digest).to_le_bytes());
         message.extend([0; 16]); // from its beginning, to its end
         let _ = (&self.device).write(&message); // ENOENT: the kernel does not know the file
-    }
-
-    pub fn forget(&self, digest: &str) -> Option<Served> {
-        let mut all = self.served.write().unwrap_or_else(PoisonError::into_inner);
-        all.remove(&node_of(digest))
-    }
-
-    pub fn find(&self, digest: &str) -> Option<Served> {
-        self.at(node_of(digest))
-            .filter(|served| served.layer.digest == digest)
-    }
-
-    pub fn all(&self) -> Vec<Served> {
-        let all = self.served.read().unwrap_or_else(PoisonError::into_inner);
-        all.values().cloned().collect()
-    }
-
-    /// Bytes on the disk of all that is served, and how many chunks are known in memory.
-    pub fn held(&self) -> (u64, usize) {
-        let all = self.served.read().unwrap_or_else(PoisonError::into_inner);
-        let each = || all.values().map(|served| &served.layer);
-        (
-            each().map(|layer| layer.held_bytes()).sum(),
-            each().map(|layer| layer.index.chunks.len()).sum(),
-        )
-    }
-
-    fn at(&self, node: u64) -> Option<Served> {
-        let all = self.served.read().unwrap_or_else(PoisonError::into_inner);
-        all.get(&node).cloned()
     }
 
     /// Answers requests until the mount is gone. Several threads may do it.
@@ -257,7 +203,7 @@ impl Fuse {
         let served = std::str::from_utf8(name)
             .ok()
             .filter(|_| request.node == ROOT)
-            .and_then(|digest| self.find(digest));
+            .and_then(|digest| self.shelf.find(digest));
         let node = served.map(|served| node_of(&served.layer.digest));
         let Some((node, attributes)) = node.and_then(|node| Some((node, self.attributes(node)?)))
         else {
@@ -278,7 +224,11 @@ impl Fuse {
     fn attributes(&self, node: u64) -> Option<Vec<u8>> {
         let (mode, size, links) = match node {
             ROOT => (libc::S_IFDIR | 0o500, 0, 2),
-            _ => (libc::S_IFREG | 0o400, self.at(node)?.layer.index.size, 1),
+            _ => (
+                libc::S_IFREG | 0o400,
+                self.shelf.at(node)?.layer.index.size,
+                1,
+            ),
         };
         let mut body = Vec::with_capacity(88);
         for number in [node, size, size.div_ceil(512), 0, 0, 0] {
@@ -295,7 +245,7 @@ impl Fuse {
             self.reply(request.unique, libc::EINVAL, &[]);
             return;
         };
-        let Some(served) = self.at(request.node) else {
+        let Some(served) = self.shelf.at(request.node) else {
             self.reply(request.unique, libc::EIO, &[]);
             return;
         };
@@ -387,14 +337,6 @@ fn fill_header(message: &mut [u8], unique: u64, errno: i32) {
     message[..4].copy_from_slice(&length.to_le_bytes());
     message[4..8].copy_from_slice(&(-errno).to_le_bytes());
     message[8..16].copy_from_slice(&unique.to_le_bytes());
-}
-
-/// The same for the same layer, also after a restart: the kernel knows files by it.
-fn node_of(digest: &str) -> u64 {
-    let number = digest
-        .get(..15)
-        .and_then(|text| u64::from_str_radix(text, 16).ok());
-    number.unwrap_or(0) + 2
 }
 
 fn put_u32(body: &mut Vec<u8>, number: u32) {

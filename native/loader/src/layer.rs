@@ -60,6 +60,8 @@ struct Waiter {
 
 struct Inner {
     states: Vec<State>,
+    /// How many of them are not present.
+    lacking: usize,
     /// Used since the evictor came by.
     used: Vec<bool>,
     touched: Vec<bool>,
@@ -95,6 +97,8 @@ pub struct Layer {
     pub digest: String,
     pub index: Index,
     pub cache: Cache,
+    /// Holes may be made in it while it is served.
+    punches: bool,
     pub counts: Counts,
     source: RwLock<Arc<Source>>,
     /// Bytes of chunks that are on the disk.
@@ -141,6 +145,7 @@ impl Layer {
         cache: Cache,
         found: &[Found],
         source: Source,
+        punches: bool,
     ) -> Layer {
         let states: Vec<State> = index
             .chunks
@@ -154,6 +159,10 @@ impl Layer {
             })
             .collect();
         let count = states.len();
+        let lacking = states
+            .iter()
+            .filter(|state| **state != State::Present)
+            .count();
         let held = states
             .iter()
             .zip(&index.chunks)
@@ -164,11 +173,13 @@ impl Layer {
             digest,
             index,
             cache,
+            punches,
             counts: Counts::default(),
             source: RwLock::new(Arc::new(source)),
             held: AtomicU64::new(held),
             inner: Mutex::new(Inner {
                 states,
+                lacking,
                 used: vec![false; count],
                 touched: vec![false; count],
                 order: Vec::new(),
@@ -211,6 +222,11 @@ impl Layer {
             inner.used[chunk as usize] = true;
         }
         true
+    }
+
+    /// True when nothing is missing, nor to be checked.
+    pub fn is_whole(&self) -> bool {
+        self.inner().lacking == 0
     }
 
     /// Sees to it that chunks are here and then calls `done`, at once or from a thread that fetches. What comes back has
@@ -416,6 +432,8 @@ impl Layer {
 
     fn set(&self, inner: &mut Inner, chunk: u32, state: State) {
         let before = std::mem::replace(&mut inner.states[chunk as usize], state);
+        inner.lacking += usize::from(state != State::Present);
+        inner.lacking -= usize::from(before != State::Present);
         let record = &self.index.chunks[chunk as usize];
         let raw = u64::from(record.raw);
         match (before.is_on_disk(), state.is_on_disk()) {

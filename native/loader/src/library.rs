@@ -1,7 +1,6 @@
 //! All layers that are served, their caches, and the bound on what these hold.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,10 +8,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crate::cache::{self, check_digest, held_bytes, make_private, Cache};
 use crate::error::{Doing, Error, Result};
-use crate::fuse::{Fuse, Served};
+use crate::front::Front;
 use crate::index::Index;
 use crate::layer::{Counts, Layer};
 use crate::pool::Pool;
+use crate::shelf::{Served, Shelf};
 use crate::source::{self, Source};
 use crate::wire::{AddArgs, LayerStats, SourceArgs, StatsAnswer, StoreFailure};
 
@@ -35,13 +35,16 @@ pub struct Settings {
     /// Where what is served is kept, for the next worker.
     pub active: PathBuf,
     pub mount: PathBuf,
+    /// Where reads that wait are kept, for the next worker.
+    pub waits: PathBuf,
     pub authorities: String,
     pub supervisor: u32,
 }
 
 pub struct Library {
     pub settings: Settings,
-    pub fuse: Arc<Fuse>,
+    pub shelf: Arc<Shelf>,
+    pub front: Front,
     pools: Mutex<BTreeMap<String, Arc<Pool>>>,
     agents: Mutex<BTreeMap<(String, Vec<String>), ureq::Agent>>,
     /// Caches of layers that are not served, with their bytes; the one that was left longest ago first. Who opens, closes
@@ -52,14 +55,15 @@ pub struct Library {
 }
 
 impl Library {
-    pub fn new(settings: Settings, device: File) -> Result<Arc<Library>> {
+    pub fn new(settings: Settings, shelf: Arc<Shelf>, front: Front) -> Result<Arc<Library>> {
         for directory in [&settings.cache, &settings.active] {
             make_private(directory).doing(format!("making {}", directory.display()))?;
         }
         let idle = found_caches(&settings.cache);
         Ok(Arc::new(Library {
             settings,
-            fuse: Arc::new(Fuse::new(device)),
+            shelf,
+            front,
             pools: Mutex::default(),
             agents: Mutex::default(),
             idle_bytes: AtomicU64::new(idle.iter().map(|(_, bytes)| bytes).sum()),
@@ -95,7 +99,7 @@ impl Library {
         let library = Arc::downgrade(self);
         let watch = move || {
             while let Some(library) = library.upgrade() {
-                for served in library.fuse.all() {
+                for served in library.shelf.all() {
                     served.layer.expire(Instant::now());
                 }
                 drop(library);
@@ -110,7 +114,7 @@ impl Library {
     /// index is another image of the same files, and takes its place: its node has removed the first.
     pub fn add(self: &Arc<Library>, args: &AddArgs) -> Result<PathBuf> {
         check_digest(&args.digest)?;
-        let mut known = self.fuse.find(&args.digest);
+        let mut known = self.shelf.find(&args.digest);
         if let Some(served) = &known {
             let index = &served.layer.index;
             let same = (index.size, index.chunk_size) == (args.size, args.chunk_size)
@@ -123,12 +127,14 @@ impl Library {
         if let Some(served) = known {
             served.layer.set_source(self.source(&args.source)?);
         } else {
-            self.fuse.invalidate(&args.digest);
+            self.front.invalidate(&args.digest);
             self.serve(args)?;
         }
         self.keep(args)?;
-        // Through our supervisor's root: who mounts may live in a namespace that does not see our mount.
-        let file = self.settings.mount.join(&args.digest);
+        // Through our supervisor's root: who mounts may live in a namespace that does not see our mount, and nobody mounts
+        // a file that is not guarded any more.
+        let Settings { mount, cache, .. } = &self.settings;
+        let file = self.front.path(mount, cache, &args.digest);
         Ok(PathBuf::from(format!(
             "/proc/{}/root{}",
             self.namespace(),
@@ -138,14 +144,14 @@ impl Library {
 
     fn serve(self: &Arc<Library>, args: &AddArgs) -> Result<Served> {
         check_digest(&args.digest)?;
-        if self.fuse.all().len() >= LAYERS_MAX {
+        if self.shelf.all().len() >= LAYERS_MAX {
             return Err(Error::Busy(format!(
                 "{LAYERS_MAX} layers are served already"
             )));
         }
         let bytes = index_bytes(&args.index)?;
         let index = Index::parse(&bytes, args.chunk_size, args.size)?;
-        if self.fuse.held().1 + index.chunks.len() > CHUNKS_MAX {
+        if self.shelf.held().1 + index.chunks.len() > CHUNKS_MAX {
             return Err(Error::Busy(format!(
                 "{CHUNKS_MAX} chunks are served already"
             )));
@@ -153,13 +159,16 @@ impl Library {
         let source = self.source(&args.source)?;
         let pool = self.pool(&args.source)?;
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        let (cache, found) = Cache::open(&self.settings.cache, &args.digest, &index)?;
-        let layer = Layer::new(args.digest.clone(), index, cache, &found, source);
+        let open_data = |path: &Path| self.front.open_data(path);
+        let (cache, found) = Cache::open(&self.settings.cache, &args.digest, &index, &open_data)?;
+        let punches = self.front.punches();
+        let layer = Layer::new(args.digest.clone(), index, cache, &found, source, punches);
         let served = Served {
             layer: Arc::new(layer),
             pool,
         };
-        self.fuse.serve(served.clone())?;
+        self.shelf.put(served.clone())?;
+        self.front.began(&served)?;
         if let Some(at) = idle.iter().position(|(digest, _)| *digest == args.digest) {
             self.idle_bytes
                 .fetch_sub(idle.remove(at).1, Ordering::Relaxed);
@@ -252,8 +261,9 @@ impl Library {
                 .ok_or_else(|| Error::Busy("no threads".into()));
         }
         let library = Arc::downgrade(self);
-        let grown = move || {
+        let grown = move |layer: &Layer| {
             if let Some(library) = library.upgrade() {
+                library.front.grown(layer);
                 library.keep_within_bound();
             }
         };
@@ -263,7 +273,7 @@ impl Library {
     }
 
     pub fn find(&self, digest: &str) -> Result<Served> {
-        self.fuse
+        self.shelf
             .find(digest)
             .ok_or_else(|| Error::NotFound(format!("layer {digest} is not served")))
     }
@@ -273,7 +283,7 @@ impl Library {
         check_digest(digest)?;
         let _ = std::fs::remove_file(self.settings.active.join(digest));
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(served) = self.fuse.forget(digest) else {
+        let Some(served) = self.shelf.take(digest) else {
             return Ok(());
         };
         served.pool.forget(&served.layer);
@@ -305,7 +315,7 @@ impl Library {
     pub fn stats(&self, digest: Option<&str>) -> Result<StatsAnswer> {
         let served = match digest {
             Some(digest) => vec![self.find(digest)?],
-            None => self.fuse.all(),
+            None => self.shelf.all(),
         };
         Ok(StatsAnswer {
             layers: served
@@ -323,18 +333,24 @@ impl Library {
         let mut freed = 0;
         {
             let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut read = Vec::new();
             while freed < bytes && !idle.is_empty() {
                 let (digest, held) = idle.remove(0);
+                if !self.front.punches() && cache::is_read(&self.settings.cache, &digest) {
+                    read.push((digest, held)); // mounts of it linger
+                    continue;
+                }
                 self.idle_bytes.fetch_sub(held, Ordering::Relaxed);
                 match cache::remove(&self.settings.cache, &digest) {
                     Ok(()) => freed += held,
                     Err(error) => eprintln!("dsec-loader: cache {digest} stays: {error}"),
                 }
             }
+            idle.splice(0..0, read);
         }
         // Twice round: at first each chunk only loses the mark of its last use.
         for _ in 0..2 {
-            for served in self.fuse.all() {
+            for served in self.shelf.all() {
                 if freed >= bytes {
                     return freed;
                 }
@@ -359,7 +375,7 @@ impl Library {
 
     /// Asked after each fetch: nothing is counted for it.
     fn held(&self) -> u64 {
-        self.fuse.held().0 + self.idle_bytes.load(Ordering::Relaxed)
+        self.shelf.held().0 + self.idle_bytes.load(Ordering::Relaxed)
     }
 
     /// An orderly end: nothing has to be checked by the next worker.
@@ -372,7 +388,7 @@ impl Library {
         {
             pool.end();
         }
-        for served in self.fuse.all() {
+        for served in self.shelf.all() {
             if let Err(error) = served.layer.close() {
                 eprintln!("dsec-loader: {error}");
             }

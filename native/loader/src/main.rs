@@ -2,11 +2,15 @@
 
 mod cache;
 mod error;
+mod front;
 mod fuse;
+mod guard;
 mod index;
+mod keeper;
 mod layer;
 mod library;
 mod pool;
+mod shelf;
 mod source;
 mod supervise;
 mod wire;
@@ -21,14 +25,24 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::error::{Doing, Error, Result};
+use crate::front::Wish;
 use crate::library::Settings;
 use crate::supervise::Place;
 use crate::worker::Worker;
 
-const USAGE: &str = "usage: dsec-loader --run DIR --cache DIR --cache-bytes N [--authorities FILE]";
+const USAGE: &str = "usage: dsec-loader --run DIR --cache DIR --cache-bytes N [--authorities FILE] [--front auto|fuse|fanotify]";
 const AUTHORITIES: &str = "/etc/ssl/certs/ca-certificates.crt";
 const START_TIMEOUT: Duration = Duration::from_secs(15);
 const POLL: Duration = Duration::from_millis(10);
+/// Words that say which of our processes one is.
+const ROLES: [&str; 6] = [
+    "--supervise",
+    "--locked",
+    "--keep",
+    "--worker",
+    "--again",
+    "--resends",
+];
 const EXIT_USAGE: u8 = 2;
 const EXIT_RUNS: u8 = 3;
 
@@ -38,7 +52,11 @@ struct Options {
     cache: Option<PathBuf>,
     cache_bytes: Option<u64>,
     authorities: Option<String>,
+    front: Wish,
     supervise: bool,
+    keep: bool,
+    probe: bool,
+    locked: bool,
     worker: bool,
     again: bool,
     resends: bool,
@@ -50,6 +68,10 @@ fn main() -> ExitCode {
         eprintln!("{USAGE}");
         return ExitCode::from(EXIT_USAGE);
     };
+    let words: Vec<String> = words
+        .into_iter()
+        .filter(|word| !ROLES.contains(&word.as_str()))
+        .collect();
     match run(options, &words) {
         Ok(code) => code,
         Err(error) => {
@@ -68,6 +90,10 @@ fn parse(words: &[String]) -> Option<Options> {
             "--cache" => options.cache = Some(PathBuf::from(words.next()?)),
             "--cache-bytes" => options.cache_bytes = Some(words.next()?.parse().ok()?),
             "--authorities" => options.authorities = Some(words.next()?.clone()),
+            "--front" => options.front = Wish::parse(words.next()?)?,
+            "--probe" => options.probe = true,
+            "--keep" => options.keep = true,
+            "--locked" => options.locked = true,
             "--supervise" => options.supervise = true,
             "--worker" => options.worker = true,
             "--again" => options.again = true,
@@ -88,21 +114,29 @@ fn run(options: Options, words: &[String]) -> Result<ExitCode> {
             "directories are given by absolute paths".into(),
         ));
     }
+    if options.probe {
+        guard::probe(&cache).doing("asking for pre-content events")?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let place = Place { run };
-    if !options.worker && !options.supervise {
+    if !options.worker && !options.supervise && !options.keep {
         return detach(&place, words);
     }
     // Signed URLs and images with set-user-id programs are nobody else's.
     dsec_sys::process::set_umask(0o077);
     protect();
+    if options.keep {
+        keeper::run(&place, &cache, words)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     if !options.worker {
-        let Some(lock) = supervise::lock(&place)? else {
+        let Some(lock) = supervise::lock(&place, options.locked)? else {
             eprintln!("dsec-loader: another one runs in {}", place.run.display());
             return Ok(ExitCode::from(EXIT_RUNS));
         };
         // The worker goes on without us, and nobody takes its place then.
         supervise::inherit(&lock)?;
-        supervise::supervise(&place, words)?;
+        supervise::supervise(&place, words, options.front, &cache)?;
         return Ok(ExitCode::SUCCESS);
     }
     // Two files a layer, and the connections.
@@ -113,15 +147,24 @@ fn run(options: Options, words: &[String]) -> Result<ExitCode> {
         cache_bytes,
         active: place.active(),
         mount: place.mount(),
+        waits: place.waits(),
         supervisor,
         authorities: options.authorities.unwrap_or_else(|| AUTHORITIES.into()),
     };
     let orphan = move || std::os::unix::process::parent_id() != supervisor;
     let device: OwnedFd = dsec_sys::fuse::standard_input().doing("taking the device")?;
+    if options.front == Wish::Fanotify {
+        let group = device.try_clone().doing("keeping the group")?;
+        let run = Place {
+            run: place.run.clone(),
+        };
+        keeper::watch_over(group.into(), run, words.to_vec(), orphan)?;
+    }
     Worker::start(
         settings,
         device,
         &place.socket(),
+        options.front,
         options.again,
         options.resends,
     )?

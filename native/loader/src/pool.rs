@@ -15,6 +15,7 @@ const CORRUPT_TRIES: u32 = 2;
 const BACKOFF_MAX: Duration = Duration::from_secs(4);
 
 type Job = (Arc<Layer>, Run);
+pub type Grown = Box<dyn Fn(&Layer) + Send + Sync>;
 
 #[derive(Default)]
 struct Queue {
@@ -29,11 +30,11 @@ pub struct Pool {
     queue: Mutex<Queue>,
     changed: Condvar,
     /// Called with each layer of which chunks were kept: the cache may have become too large.
-    grown: Box<dyn Fn() + Send + Sync>,
+    grown: Grown,
 }
 
 impl Pool {
-    pub fn start(grown: Box<dyn Fn() + Send + Sync>) -> std::io::Result<Arc<Pool>> {
+    pub fn start(grown: Grown) -> std::io::Result<Arc<Pool>> {
         let pool = Arc::new(Pool {
             queue: Mutex::default(),
             changed: Condvar::new(),
@@ -92,7 +93,7 @@ impl Pool {
             let fetched = layer.fetch(&run);
             let rest = layer.fetched(&run, &fetched.good);
             if fetched.good.contains(&true) {
-                (self.grown)();
+                (self.grown)(&layer);
             }
             let lost = || StoreError::new(Cause::Unavailable, "the store gave less than asked");
             let error = fetched.error.unwrap_or_else(lost);

@@ -1,5 +1,5 @@
-//! The supervisor: opens and mounts /dev/fuse, and holds it, so that a worker that dies can be followed by another on the
-//! same mount. It does nothing else, so there is little that it could die of.
+//! The supervisor: opens and mounts /dev/fuse, or makes a fanotify group, and holds it, so that a worker that dies can be
+//! followed by another. It does nothing else, so there is little that it could die of.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -16,13 +16,17 @@ use dsec_sys::process::kill;
 use dsec_sys::seqpacket::{next_signal, signal_descriptor, wait_ready, Interest};
 
 use crate::error::{Doing, Error, Result};
+use crate::front::{choose, Wish};
 use crate::fuse::{shake_hands, READ_BYTES_MAX};
+use crate::keeper::{self, Keeper};
 use crate::library::is_mounted;
 
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 /// A worker that lived this long had started well.
 const LIVED: Duration = Duration::from_secs(30);
+/// How long a keeper is waited for that is about to let the lock go.
+const GIVE_WAY: Duration = Duration::from_secs(3);
 const END_TIMEOUT: Duration = Duration::from_secs(20);
 
 pub struct Place {
@@ -46,17 +50,49 @@ impl Place {
         self.run.join("loader.lock")
     }
 
+    /// Whose lock the keeper has.
+    pub fn keep(&self) -> PathBuf {
+        self.run.join("loader.keep")
+    }
+
+    pub fn waits(&self) -> PathBuf {
+        self.run.join("loader.waits")
+    }
+
     pub fn pid(&self) -> PathBuf {
         self.run.join("loader.pid")
     }
 }
 
-/// Mounts, and keeps a worker running until it ends in order or we are told to end. `words` are the worker's arguments.
-pub fn supervise(place: &Place, words: &[String]) -> Result<()> {
+/// What the worker reads, kept for the next one.
+struct Held {
+    device: File,
+    front: Wish,
+    resends: bool,
+    keeper: Option<Keeper>,
+}
+
+/// Keeps a worker running until it ends in order or we are told to end. `words` are the worker's arguments.
+pub fn supervise(place: &Place, words: &[String], wish: Wish, cache: &Path) -> Result<()> {
     let signals = signal_descriptor(&[libc::SIGTERM, libc::SIGINT, libc::SIGCHLD, libc::SIGHUP])
         .doing("blocking signals")?;
+    clear(&place.mount())?;
+    let keeper = Keeper::find(place)?;
+    let front = choose(wish, cache, keeper.is_some())?;
+    let ended = match front {
+        Wish::Fanotify => guard(keeper, place, words),
+        Wish::Fuse | Wish::Auto => mount(place),
+    }
+    .and_then(|(mut held, again)| {
+        std::fs::write(place.pid(), format!("{}\n", std::process::id()))
+            .doing("writing our process id")?;
+        keep_running(&mut held, &signals, words, again)
+    });
+    tidy(place).and(ended)
+}
+
+fn mount(place: &Place) -> Result<(Held, bool)> {
     let mount = place.mount();
-    clear(&mount)?;
     std::fs::create_dir_all(&mount).doing(format!("making {}", mount.display()))?;
     // What an earlier one served went with its mount.
     let _ = std::fs::remove_dir_all(place.active());
@@ -70,29 +106,60 @@ pub fn supervise(place: &Place, words: &[String]) -> Result<()> {
         .map_err(|_| Error::Invalid("a path with NUL".into()))?;
     mount_fuse(device.as_fd(), &path, READ_BYTES_MAX)
         .doing(format!("mounting {}", mount.display()))?;
-    let ended = shake_hands(&device).and_then(|resends| {
-        std::fs::write(place.pid(), format!("{}\n", std::process::id()))
-            .doing("writing our process id")?;
-        keep_running(&device, &signals, words, resends)
-    });
-    tidy(place).and(ended)
+    let resends = shake_hands(&device)?;
+    let held = Held {
+        device,
+        front: Wish::Fuse,
+        resends,
+        keeper: None,
+    };
+    Ok((held, false))
+}
+
+/// With a keeper, its group goes on, with all that an earlier one served.
+fn guard(keeper: Option<Keeper>, place: &Place, words: &[String]) -> Result<(Held, bool)> {
+    let again = keeper.is_some();
+    let (device, keeper) = if let Some(keeper) = keeper {
+        keeper.stay();
+        (keeper.group()?, keeper)
+    } else {
+        let _ = std::fs::remove_dir_all(place.active());
+        let group = dsec_sys::fanotify::new_group().doing("making a fanotify group")?;
+        let group = File::from(group);
+        let keeper = keeper::start(&group, words)?;
+        (group, keeper)
+    };
+    let held = Held {
+        device,
+        front: Wish::Fanotify,
+        resends: true, // by us: what a worker has not answered is kept
+        keeper: Some(keeper),
+    };
+    Ok((held, again))
 }
 
 /// What is to be gone when nobody serves.
 pub fn tidy(place: &Place) -> Result<()> {
     let _ = std::fs::remove_file(place.socket());
     let _ = std::fs::remove_file(place.pid());
+    if let Ok(Some(keeper)) = Keeper::find(place) {
+        keeper.let_go();
+    }
     clear(&place.mount())
 }
 
-fn keep_running(device: &File, signals: &OwnedFd, words: &[String], resends: bool) -> Result<()> {
+fn keep_running(
+    held: &mut Held,
+    signals: &OwnedFd,
+    words: &[String],
+    mut again: bool,
+) -> Result<()> {
     let mut pause = PAUSE_FIRST;
-    let mut again = false;
     loop {
         let started = Instant::now();
-        match start(device, words, again, resends) {
+        match start(held, words, again) {
             Ok(mut worker) => {
-                let (status, told) = wait(&mut worker, signals)?;
+                let (status, told) = wait(&mut worker, signals, held, words)?;
                 if told || status.success() {
                     return Ok(());
                 }
@@ -119,19 +186,20 @@ fn keep_running(device: &File, signals: &OwnedFd, words: &[String], resends: boo
     }
 }
 
-fn start(device: &File, words: &[String], again: bool, resends: bool) -> Result<Child> {
+fn start(held: &Held, words: &[String], again: bool) -> Result<Child> {
     let own = own_program()?;
-    let device = device.try_clone().doing("giving the device on")?;
+    let device = held.device.try_clone().doing("giving the device on")?;
     let mut command = Command::new(own);
     command
         .arg("--worker")
         .args(words)
+        .args(["--front", held.front.word()])
         .stdin(Stdio::from(device))
         .stdout(Stdio::null());
     if again {
         command.arg("--again");
     }
-    if resends {
+    if held.resends {
         command.arg("--resends");
     }
     command
@@ -151,7 +219,12 @@ pub fn own_program() -> Result<PathBuf> {
 }
 
 /// How the worker ended, and whether we were told to end.
-fn wait(worker: &mut Child, signals: &OwnedFd) -> Result<(std::process::ExitStatus, bool)> {
+fn wait(
+    worker: &mut Child,
+    signals: &OwnedFd,
+    held: &mut Held,
+    words: &[String],
+) -> Result<(std::process::ExitStatus, bool)> {
     let mut deadline: Option<Instant> = None;
     let mut killed = false;
     loop {
@@ -165,11 +238,23 @@ fn wait(worker: &mut Child, signals: &OwnedFd) -> Result<(std::process::ExitStat
             }
             left = None; // it may hang in the kernel, in a file system that is gone: SIGCHLD comes when it does not
         }
-        match wait_ready(&[(signals.as_fd(), Interest::Readable)], left) {
+        let mut interests = vec![(signals.as_fd(), Interest::Readable)];
+        if let Some(keeper) = &held.keeper {
+            interests.push((keeper.process.as_fd(), Interest::Readable));
+        } else if held.front == Wish::Fanotify {
+            left = Some(left.unwrap_or(PAUSE_MAX).min(PAUSE_MAX)); // to try again
+        }
+        let lost = match wait_ready(&interests, left) {
             Err(error) if error.kind() != std::io::ErrorKind::Interrupted => {
                 return Err(error).doing("waiting for signals");
             }
-            _ => {}
+            ready => ready.is_ok_and(|ready| ready.get(1) == Some(&true)),
+        };
+        if held.front == Wish::Fanotify && (lost || held.keeper.is_none()) {
+            // Readers must never have only us.
+            held.keeper = keeper::start(&held.device, words)
+                .inspect_err(|error| eprintln!("dsec-loader: {error}"))
+                .ok();
         }
         while let Some(signal) = next_signal(signals.as_fd()) {
             if signal.number != libc::SIGCHLD && deadline.is_none() {
@@ -200,15 +285,35 @@ fn clear(mount: &Path) -> Result<()> {
     Ok(())
 }
 
-/// One supervisor a run directory: the lock is held as long as it lives, and its worker after it.
-pub fn lock(place: &Place) -> Result<Option<File>> {
-    let path = place.lock();
+/// One supervisor a run directory: the lock is held as long as it lives, and its worker after it. `given`: who started us
+/// has it, as our standard input.
+pub fn lock(place: &Place, given: bool) -> Result<Option<File>> {
+    if given {
+        let lock = dsec_sys::fuse::standard_input().doing("taking the lock")?;
+        return Ok(Some(File::from(lock)));
+    }
+    let deadline = Instant::now() + GIVE_WAY;
+    loop {
+        if let Some(lock) = try_lock_file(&place.lock())? {
+            return Ok(Some(lock));
+        }
+        // A keeper that refuses what is left of an earlier one has the lock now and then.
+        match Keeper::find(place)? {
+            Some(keeper) if Instant::now() < deadline => keeper.stay(),
+            _ => return Ok(None),
+        }
+        std::thread::sleep(PAUSE_FIRST);
+    }
+}
+
+pub fn try_lock_file(path: &Path) -> Result<Option<File>> {
     let file = OpenOptions::new()
+        .read(true)
         .write(true)
         .create(true)
         .truncate(false)
         .mode(0o600)
-        .open(&path)
+        .open(path)
         .doing(format!("opening {}", path.display()))?;
     match dsec_sys::fuse::try_lock(file.as_fd()) {
         Ok(true) => Ok(Some(file)),

@@ -13,7 +13,11 @@ use dsec_sys::seqpacket::{
 };
 
 use crate::error::{Doing, Error, Result};
+use crate::front::{Front, Wish};
+use crate::fuse::Fuse;
+use crate::guard::Guard;
 use crate::library::{Library, Settings};
+use crate::shelf::Shelf;
 use crate::wire::{self, *};
 
 const READERS: usize = 4;
@@ -34,35 +38,34 @@ impl Worker {
         settings: Settings,
         device: OwnedFd,
         socket: &Path,
+        wish: Wish,
         again: bool,
         resends: bool,
     ) -> Result<Worker> {
         let signals =
             signal_descriptor(&[libc::SIGTERM, libc::SIGINT]).doing("blocking signals")?;
-        let library = Library::new(settings, File::from(device))?;
-        library.restore()?;
+        let shelf = Arc::new(Shelf::default());
+        let device = File::from(device);
+        let library = match wish {
+            Wish::Fanotify => start_guard(settings, device, shelf, again)?,
+            Wish::Fuse | Wish::Auto => {
+                let front = Front::Fuse(Arc::new(Fuse::new(device, Arc::clone(&shelf))));
+                let library = Library::new(settings, shelf, front)?;
+                library.restore()?;
+                library
+            }
+        };
         library.watch().doing("starting a thread")?;
         let _ = std::fs::remove_file(socket);
         let path = CString::new(socket.as_os_str().as_bytes())
             .map_err(|_| Error::Invalid("a path with NUL".into()))?;
         let listener = listen(Kind::Messages, &path, BACKLOG)
             .doing(format!("listening at {}", socket.display()))?;
-        for _ in 0..READERS {
-            let fuse = Arc::clone(&library.fuse);
-            std::thread::Builder::new()
-                .name("fuse".into())
-                .spawn(move || match fuse.work() {
-                    // Unmounted, or aborted: the supervisor is to end too, so that another one can start afresh.
-                    Ok(()) => drop(kill(std::process::id() as i32, libc::SIGTERM)),
-                    Err(error) => {
-                        eprintln!("dsec-loader: {error}");
-                        std::process::exit(1); // another worker takes the requests over
-                    }
-                })
-                .doing("starting a thread")?;
-        }
-        if again {
-            library.fuse.resend();
+        if let Front::Fuse(fuse) = &library.front {
+            start_readers(&library.front)?;
+            if again {
+                fuse.resend();
+            }
         }
         Ok(Worker {
             library,
@@ -159,7 +162,7 @@ impl Worker {
                     version: LOADER_VERSION,
                     pid: std::process::id(),
                     resends: self.resends,
-                    front: "fuse",
+                    front: library.front.name(),
                 };
                 Ok(wire::encode_ok(head.id, &answer))
             }
@@ -207,4 +210,45 @@ impl Worker {
             op => Err(Error::Invalid(format!("no operation {op:?}"))),
         }
     }
+}
+
+/// Its own files are opened by events, so events are read before anything is served; others' wait until it is.
+fn start_guard(
+    settings: Settings,
+    group: File,
+    shelf: Arc<Shelf>,
+    again: bool,
+) -> Result<Arc<Library>> {
+    let guard = Guard::new(group, Arc::clone(&shelf), &settings.waits, again)?;
+    let guard = Arc::new(guard);
+    let (stale, _numbers) = if again {
+        guard.take_over()?
+    } else {
+        (Vec::new(), Vec::new())
+    };
+    let front = Front::Guard(Arc::clone(&guard));
+    start_readers(&front)?;
+    let library = Library::new(settings, shelf, front)?;
+    library.restore()?;
+    guard.settle(stale);
+    guard.open();
+    Ok(library)
+}
+
+fn start_readers(front: &Front) -> Result<()> {
+    for _ in 0..READERS {
+        let front = front.clone();
+        std::thread::Builder::new()
+            .name("readers".into())
+            .spawn(move || match front.work() {
+                // Unmounted, or aborted: the supervisor is to end too, so that another one can start afresh.
+                Ok(()) => drop(kill(std::process::id() as i32, libc::SIGTERM)),
+                Err(error) => {
+                    eprintln!("dsec-loader: {error}");
+                    std::process::exit(1); // another worker takes the requests over
+                }
+            })
+            .doing("starting a thread")?;
+    }
+    Ok(())
 }

@@ -1,6 +1,7 @@
 //! System calls that the standard library lacks, each wrapped once; the only crate with `unsafe`.
 pub mod epoll;
 pub mod errno;
+pub mod fanotify;
 pub mod fuse;
 pub mod identity;
 pub mod inotify;

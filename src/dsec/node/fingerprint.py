@@ -23,7 +23,9 @@ from dsec.image.sources.dockerfile import buildah_program, buildah_version
 from dsec.node.admission import memory_promised_max
 from dsec.node.config import NodeConfig
 from dsec.node.host import memory_total_bytes
+from dsec.storage.loader import has_pre_content_events
 from dsec.storage.space import free_bytes
+from dsec.wire.api import STATE_DIR_ROOT
 from dsec.wire.records import Finding
 
 OK: Final = "ok"
@@ -122,15 +124,18 @@ def _programs() -> Finding:
     return Finding(what="programs", status=OK, detail=f"in {', '.join(map(str, places))}")
 
 
-def stores(fuse: Path = Path("/dev/fuse")) -> Finding:
-    """Whether layers can be loaded from stores as they are read."""
+def stores(fuse: Path = Path("/dev/fuse"), state_root: Path = Path(STATE_DIR_ROOT)) -> Finding:
+    """Whether layers can be loaded from stores as they are read, and by which front ends."""
     try:
-        find_binary("dsec-loader")
+        loader = find_binary("dsec-loader")
     except HostError as error:
         return Finding(what="stores", status=MISSING, detail=error.message, hint=error.hint)
-    if not fuse.exists():
-        return Finding(what="stores", status=MISSING, detail=f"no {fuse}", hint="modprobe fuse")
-    return Finding(what="stores", status=OK, detail="layers are loaded from them as they are read")
+    fronts = ["FUSE"] if fuse.exists() else []
+    fronts += ["fanotify"] if has_pre_content_events(loader, state_root) else []
+    if not fronts:
+        detail = f"no {fuse}, and no pre-content events (Linux 6.14)"
+        return Finding(what="stores", status=MISSING, detail=detail, hint="modprobe fuse")
+    return Finding(what="stores", status=OK, detail=f"layers are loaded as they are read, by {' or '.join(fronts)}")
 
 
 def _debian() -> Finding:

@@ -115,7 +115,10 @@ class LocalService:
         if set(config.node.substrates) == {Substrate.FAKE}:
             return ImaginedEnvironments()
         state = Path(config.state_dir)
-        loader = Loader(Path(config.run_dir), state / "cache", cache_bytes=config.storage.cache_size())
+        storage = config.storage
+        loader = Loader(
+            Path(config.run_dir), state / "cache", cache_bytes=storage.cache_size(), front=storage.loader_front
+        )
         self._stack.callback(loader.close)  # it runs on: sandboxes read through it
         registries = config.registries.settings()
         return StoredEnvironments(EnvironmentStore(state), RemoteLayers(loader), registries=registries)

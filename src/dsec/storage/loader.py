@@ -37,6 +37,7 @@ from dsec.wire.loader import (
 
 T = TypeVar("T")
 
+FRONTS: Final = ("auto", "fuse", "fanotify")  # how readers come to chunks; auto: FUSE, where there is any
 _REQUEST_S: Final = 60.0
 _START_S: Final = 20.0
 _POLL_S: Final = 0.02
@@ -46,11 +47,17 @@ _HELD: Final = 3  # its exit code when another one has the run directory
 class Loader:
     """The loader of a run directory. It outlives us: sandboxes read through it."""
 
-    def __init__(self, run_dir: Path, cache_dir: Path, *, cache_bytes: int, binary: Path | None = None) -> None:
-        """`binary` is ours unless given. Nothing runs before the first request."""
+    def __init__(
+        self, run_dir: Path, cache_dir: Path, *, cache_bytes: int, front: str = "auto", binary: Path | None = None
+    ) -> None:
+        """`binary` is ours unless given. Nothing runs before the first request.
+
+        `front` is one of FRONTS; a loader that runs already keeps the one it has.
+        """
         self._run_dir = run_dir
         self._cache_dir = cache_dir
         self._binary = binary
+        self._front = front
         self._cache_bytes = cache_bytes
         self._mutex = threading.Lock()
         self._socket: socket.socket | None = None
@@ -105,6 +112,7 @@ class Loader:
                     self._exchange(link, LoaderOp.SHUTDOWN, {}, dict)
                 self._disconnect()
                 time.sleep(_POLL_S)
+            self._disconnect()
 
     def _is_held(self) -> bool:
         """Whether a loader has the run directory: the lock says."""
@@ -169,7 +177,7 @@ class Loader:
         self._cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         words = [os.fspath(self._binary or find_binary("dsec-loader"))]
         words += ["--run", os.fspath(self._run_dir), "--cache", os.fspath(self._cache_dir)]
-        words += ["--cache-bytes", str(self._cache_bytes)]
+        words += ["--cache-bytes", str(self._cache_bytes), "--front", self._front]
         with log.open("wb") as output:
             try:
                 done = subprocess.run(
@@ -188,7 +196,7 @@ class Loader:
             said = log.read_text(errors="replace").strip()[-300:]
             raise HostError(
                 f"dsec-loader does not start: {said or 'no message'}",
-                hint="layers of a store need FUSE; see `dsec doctor`",
+                hint="layers of a store need FUSE, or fanotify of Linux 6.14; see `dsec doctor`",
             )
         self._socket = self._connect_soon()
 
@@ -218,3 +226,15 @@ def _error_of(op: LoaderOp, failure: LoaderFailure) -> Exception:
     if failure.code == "busy":
         return CapacityError(text)
     return HostError(text)
+
+
+def has_pre_content_events(binary: Path, directory: Path) -> bool:
+    """Whether the front end fanotify works for a cache in `directory`, or where it would be made."""
+    while not directory.exists():
+        directory = directory.parent
+    words = [os.fspath(binary), "--probe", "--run", "/", "--cache", os.fspath(directory), "--cache-bytes", "1"]
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_START_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0

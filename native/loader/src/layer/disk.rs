@@ -83,7 +83,7 @@ impl Layer {
     /// Makes holes where nobody has read since it last came by; gives the bytes back that it freed.
     pub fn evict(&self, at_most: u64) -> u64 {
         let mut freed = 0;
-        let mut left = self.index.len();
+        let mut left = if self.punches { self.index.len() } else { 0 };
         while freed < at_most && left > 0 {
             let some = left.min(EVICT_AT_ONCE);
             freed += self.evict_some(some, at_most - freed);
@@ -145,7 +145,11 @@ impl Layer {
             self.set(&mut inner, chunk, State::Absent);
             // Its mark goes too, or an orderly end would vouch for it.
             let start = self.index.start(chunk);
-            let _ = self.cache.drop_chunk(chunk, start, u64::from(record.raw));
+            let _ = if self.punches {
+                self.cache.drop_chunk(chunk, start, u64::from(record.raw))
+            } else {
+                self.cache.doubt(chunk)
+            };
         }
     }
 }

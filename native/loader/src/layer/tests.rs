@@ -63,9 +63,17 @@ impl Site {
 
     fn open(&self) -> Arc<Layer> {
         let index = Index::parse(&self.index, CHUNK, u64::from(CHUNK * COUNT)).unwrap();
-        let (cache, found) = Cache::open(&self.root.join("cache"), DIGEST, &index).unwrap();
+        let (cache, found) =
+            Cache::open(&self.root.join("cache"), DIGEST, &index, &cache::open).unwrap();
         let source = Source::File(self.data());
-        Arc::new(Layer::new(DIGEST.into(), index, cache, &found, source))
+        Arc::new(Layer::new(
+            DIGEST.into(),
+            index,
+            cache,
+            &found,
+            source,
+            true,
+        ))
     }
 
     fn overwrite(&self, file: PathBuf, chunk: u32, bytes: &[u8]) {
@@ -75,7 +83,7 @@ impl Site {
 }
 
 fn pool() -> Arc<Pool> {
-    Pool::start(Box::new(|| {})).unwrap()
+    Pool::start(Box::new(|_| {})).unwrap()
 }
 
 /// Asks for chunks; how it ended comes once.
@@ -341,9 +349,17 @@ fn a_run_is_not_longer_than_a_thread_may_hold() {
         .collect();
     let site = Site::new();
     let index = Index::parse(&index, chunk_size, 16 << 20).unwrap();
-    let (cache, found) = Cache::open(&site.root.join("cache"), DIGEST, &index).unwrap();
+    let (cache, found) =
+        Cache::open(&site.root.join("cache"), DIGEST, &index, &cache::open).unwrap();
     let source = Source::File(site.data());
-    let layer = Arc::new(Layer::new(DIGEST.into(), index, cache, &found, source));
+    let layer = Arc::new(Layer::new(
+        DIGEST.into(),
+        index,
+        cache,
+        &found,
+        source,
+        true,
+    ));
 
     assert_eq!(ask(&layer, 0..4).0.runs.len(), 4);
 }
