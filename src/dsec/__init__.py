@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from dsec.sdk.results import ExecUsage as ExecUsage
     from dsec.sdk.sandbox import AsyncSandbox as AsyncSandbox
     from dsec.sdk.sessions import AsyncSession as AsyncSession
+    from dsec.sdk.snapshots import AsyncSnapshot as AsyncSnapshot
+    from dsec.sdk.snapshots import AsyncSnapshots as AsyncSnapshots
     from dsec.sdk.sync import Client as Client
     from dsec.sdk.sync import Connection as Connection
     from dsec.sdk.sync import Created as Created
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from dsec.sdk.sync import Pty as Pty
     from dsec.sdk.sync import Sandbox as Sandbox
     from dsec.sdk.sync import Session as Session
+    from dsec.sdk.sync import Snapshot as Snapshot
+    from dsec.sdk.sync import Snapshots as Snapshots
     from dsec.sdk.sync import Tokens as Tokens
     from dsec.sdk.sync import Watch as Watch
     from dsec.sdk.sync import create_many as create_many
@@ -88,6 +92,7 @@ if TYPE_CHECKING:
     from dsec.wire.records import SessionInfo as SessionInfo
     from dsec.wire.records import TtySize as TtySize
     from dsec.wire.records import WatchNotice as WatchNotice
+    from dsec.wire.snapshots import SnapshotInfo as SnapshotInfo
 
     SandboxInfo = _records.Sandbox
 
@@ -104,6 +109,8 @@ _NAMES: Final[dict[str, str]] = {
     "AsyncPty": "dsec.sdk.pty",
     "AsyncSandbox": "dsec.sdk.sandbox",
     "AsyncSession": "dsec.sdk.sessions",
+    "AsyncSnapshot": "dsec.sdk.snapshots",
+    "AsyncSnapshots": "dsec.sdk.snapshots",
     "AsyncTokens": "dsec.sdk.tokens",
     "AsyncWatch": "dsec.sdk.files",
     "BuildEvent": "dsec.wire.environments",
@@ -142,6 +149,9 @@ _NAMES: Final[dict[str, str]] = {
     "RegistryTarget": "dsec.wire.images",
     "Sandbox": "dsec.sdk.sync",
     "SandboxInfo": "dsec.wire.records:Sandbox",
+    "Snapshot": "dsec.sdk.sync",
+    "SnapshotInfo": "dsec.wire.snapshots",
+    "Snapshots": "dsec.sdk.sync",
     "Session": "dsec.sdk.sync",
     "SessionInfo": "dsec.wire.records",
     "StoreSource": "dsec.wire.environments",

@@ -18,6 +18,7 @@ from dsec.core.ids import new_exec_id
 from dsec.core.spec import NetworkMode, Substrate
 from dsec.testing.faults import each_nth_failure
 from dsec.testing.leaks import leaks_between, no_leaks_async, take_snapshot
+from dsec.testing.waiting import eventually
 from dsec.wire import agent
 from tests.contract.agents_under_test import collect
 from tests.contract.backends_under_test import BackendUnderTest, layer_of
@@ -236,14 +237,56 @@ async def test_a_paused_instance_can_be_destroyed(backend: BackendUnderTest) -> 
     assert backend.leftovers() == []
 
 
-async def test_a_snapshot_is_taken_or_is_unsupported(backend: BackendUnderTest, short_tmp: object) -> None:
+async def test_a_snapshot_is_taken_or_is_unsupported(backend: BackendUnderTest) -> None:
     instance = await backend.create()
 
     if backend.backend.capabilities.snapshot is Keeps.NOTHING:
         with pytest.raises(UnsupportedError):
-            await instance.snapshot(f"{short_tmp}/snapshot")
-    else:
-        await instance.snapshot(f"{short_tmp}/snapshot")
+            await instance.snapshot()
+        return
+    capture = await instance.snapshot()
+    try:
+        await capture.look()
+        await instance.pause(deadline_s=30)
+        await capture.take(within_s=30)
+        await instance.resume()
+        layer = await capture.keep()
+    finally:
+        await capture.close()
+        await capture.close()
+
+    assert len(layer.digest) == 64
+    assert layer.entries >= 1
+    client = await open_client(instance)
+    assert (await client.usage()).execs == 0
+    client.close()
+
+
+async def test_a_snapshot_that_is_given_up_leaves_nothing(backend: BackendUnderTest) -> None:
+    if backend.backend.capabilities.snapshot is Keeps.NOTHING:
+        pytest.skip(f"{backend.name} instances have no snapshots, and its capabilities say so")
+    instance = await backend.create()
+    before = take_snapshot(backend.watched)
+
+    capture = await instance.snapshot()
+    await capture.look()
+    await capture.close()
+
+    def left() -> list[str]:
+        found = leaks_between(before, take_snapshot(backend.watched))
+        return [leak for leak in found if not leak.endswith(("/layers", "/staging", "/locks"))]
+
+    await eventually(lambda: not left())
+
+
+async def test_an_instance_that_has_ended_gives_no_snapshot(backend: BackendUnderTest) -> None:
+    if backend.backend.capabilities.snapshot is Keeps.NOTHING:
+        pytest.skip(f"{backend.name} instances have no snapshots, and its capabilities say so")
+    instance = await backend.create()
+    await instance.destroy()
+
+    with pytest.raises(DsecError):
+        await instance.snapshot()
 
 
 @pytest.mark.parametrize("network", list(NetworkMode))

@@ -29,6 +29,7 @@ from dsec.wire.node import (
     SetTtl,
     StdinWrite,
 )
+from dsec.wire.snapshots import SnapshotRequest, SnapshotTake
 
 # Methods that name no sandbox: nothing of another project can be reached by them, or they are for administrators.
 NO_SANDBOX = {
@@ -44,6 +45,10 @@ NO_SANDBOX = {
     Method.ENVIRONMENT_EXPORT,
     Method.ENVIRONMENT_STATS,
     Method.ENVIRONMENT_TRACE,
+    # tests/unit/test_node_snapshots.py has what other projects see of these.
+    Method.SNAPSHOT_LIST,
+    Method.SNAPSHOT_GET,
+    Method.SNAPSHOT_REMOVE,
 }
 _FILE_ARGS: dict[type, Any] = {
     agent.PathArgs: agent.PathArgs(path=b"/tmp"),
@@ -71,6 +76,8 @@ def request_for(method: Method, sandbox: str, exec: str) -> Any:
             return records.SandboxRef(sandbox)
         case Method.EXEC_LIST | Method.SESSION_LIST:
             return records.SandboxRef(sandbox)
+        case Method.SNAPSHOT_TAKE:
+            return SnapshotTake(sandbox, SnapshotRequest())
         case Method.SET_TTL:
             return SetTtl(sandbox, records.TtlRequest(ttl_running_s=1.0))
         case Method.EXEC_START:

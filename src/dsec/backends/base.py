@@ -95,6 +95,37 @@ class InstanceExit:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class CapturedLayer:
+    digest: str
+    size_bytes: int  # on the disk of the node
+    entries: int
+    notes: str = ""  # what of it a layer cannot hold, in words
+
+
+class Capture(Protocol):
+    """A layer in the making, of what an instance has written. One call at a time, in this order; then `close`.
+
+    What goes wrong raises what the disk raises, LimitError, or SandboxFaultError; the instance is not touched by it.
+    """
+
+    async def look(self) -> bool:
+        """Copies what is there while the instance runs; any number of times. True: another would hardly find more."""
+        ...
+
+    async def take(self, *, within_s: float) -> int:
+        """Copies what has changed since; nothing inside may run meanwhile. How many bytes. Raises DeadlineError."""
+        ...
+
+    async def keep(self) -> CapturedLayer:
+        """Makes the layer. It is held until `close`; who wants it for longer holds it by then."""
+        ...
+
+    async def close(self) -> None:
+        """Whatever happened before: nothing of it is left but the layer. Idempotent."""
+        ...
+
+
 class Instance(Protocol):
     """A running instance. Only the node's supervisor calls these, one at a time but for `wait` and `usage`."""
 
@@ -118,8 +149,8 @@ class Instance(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def snapshot(self, target: str) -> None:
-        """Raises UnsupportedError where capabilities say so."""
+    async def snapshot(self) -> Capture:
+        """Begins one; nothing has been copied yet. Raises UnsupportedError where capabilities say so."""
         ...
 
     async def wait(self) -> InstanceExit:

@@ -12,6 +12,8 @@ NodeId = NewType("NodeId", str)
 """Opaque name of a node, minted when it joins, never reused (ruling 1)."""
 SandboxId = NewType("SandboxId", str)
 """`sbx_<node>_<random>`: the id names the node that holds the sandbox."""
+SnapshotId = NewType("SnapshotId", str)
+"""`snp_<random>`."""
 ExecId = NewType("ExecId", str)
 """`exe_<random>`, chosen by the caller: the same id attaches, never runs twice (ruling 7)."""
 
@@ -38,6 +40,10 @@ def new_sandbox_id(node: NodeId) -> SandboxId:
 
 def new_exec_id() -> ExecId:
     return ExecId(f"exe_{_random(16)}")
+
+
+def new_snapshot_id() -> SnapshotId:
+    return SnapshotId(f"snp_{_random(16)}")
 
 
 def main_exec_id(sandbox: str) -> ExecId:

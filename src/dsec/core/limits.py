@@ -88,6 +88,15 @@ CHANNEL_CALM_S: Final = 10.0  # a channel that lasted as long was a good one
 DESTROY_RETRY_S_MAX: Final = 60.0  # between tries to remove what could not be removed
 
 # Environments
+# Snapshots
+SNAPSHOTS_MAX: Final = 10_000  # of one node; each is a record in memory, and a layer at least
+SNAPSHOTS_PER_PROJECT_MAX: Final = 2_000  # so that one project does not take all of them
+SNAPSHOT_LOOKS_MAX: Final = 4  # passes over what a sandbox has written before it is stopped for the last one
+SNAPSHOT_FREEZE_S_MAX: Final = 600.0  # a command inside that is stopped for longer takes it for a crash
+SNAPSHOTS_AT_ONCE_MAX: Final = 4  # on one node: each reads and writes all that a sandbox has written, twice
+SNAPSHOTS_WAITING_MAX: Final = 256  # for their turn; each is a request that is held
+FORKS_MAX: Final = 1_000  # of one request; all of them are made, or none
+
 IMAGE_ENTRIES_MAX: Final = 2_000_000  # files and directories of one layer: an archive of empty files is a bomb too
 IMAGE_BYTES_MAX: Final = 256 * GIB  # of file content of one layer, holes included
 STORE_OBJECT_BYTES_MAX: Final = 512 * MIB  # metadata of a layer from a store, checked in memory: a million files

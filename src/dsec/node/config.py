@@ -48,6 +48,7 @@ class NodeConfig:
     pause_deadline_s: float = 10.0
     creates_at_once_max: int = 64  # beyond, they wait their turn: a burst must not starve what runs
     adopts_at_once_max: int = 32
+    snapshot_freeze_s: float = 30.0  # a sandbox that stands still for longer goes on, and its snapshot has failed
     warm: WarmConfig = WarmConfig()
 
     def __post_init__(self) -> None:
@@ -65,9 +66,18 @@ class NodeConfig:
         if self.creates_at_once_max < 1 or self.adopts_at_once_max < 1 or self.pause_deadline_s <= 0:
             raise InvalidArgumentError("creates_at_once_max, adopts_at_once_max and pause_deadline_s must be above 0")
 
+        if not 0 < self.snapshot_freeze_s <= limits.SNAPSHOT_FREEZE_S_MAX:
+            raise InvalidArgumentError(
+                f"snapshot_freeze_s must be above 0 and at most {limits.SNAPSHOT_FREEZE_S_MAX:g}"
+            )
+
     @property
     def journal_path(self) -> Path:
         return self.state_dir / "journal.db"
+
+    @property
+    def snapshots_dir(self) -> Path:
+        return self.state_dir / "snapshots"
 
     @property
     def records_dir(self) -> Path:

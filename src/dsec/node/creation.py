@@ -30,9 +30,12 @@ from dsec.core.states import EndCause, SandboxState
 from dsec.node.admission import Room, refusal
 from dsec.node.environments import Environments, Resolved
 from dsec.node.execs import NodeExec
+from dsec.node.origins import Origin
 from dsec.node.registry import Registry
+from dsec.node.rights import project_seen
 from dsec.node.rows import KeyRow, SandboxRow
 from dsec.node.services import Services
+from dsec.node.snapshots import Snapshots
 from dsec.node.startup import Readiness, main_request
 from dsec.node.supervisor import Supervisor
 from dsec.node.tasks import result_of
@@ -66,8 +69,11 @@ class Creation:
         room: Callable[[], Room],
         boot_id: str,
         warm: WarmPool,
+        *,
+        snapshots: Snapshots,
     ) -> None:
         self._services = services
+        self._snapshots = snapshots
         self._warm = warm
         self._registry = registry
         self._backends = backends
@@ -84,7 +90,7 @@ class Creation:
             return await self._without_key(request, caller)
         if not 1 <= len(key.encode("utf-8", "surrogatepass")) <= limits.IDEMPOTENCY_KEY_BYTES_MAX:
             raise LimitError(f"an idempotency key has 1 to {limits.IDEMPOTENCY_KEY_BYTES_MAX} bytes")
-        hash = hashlib.sha256(pack(request.spec)).digest()
+        hash = _hash(request)
         scope = (caller.project, key)
         running = self._in_flight.get(scope)
         if running is None:
@@ -129,20 +135,37 @@ class Creation:
 
     # -- one create --------------------------------------------------------------------------------
 
-    async def _make(self, request: CreateRequest, caller: Caller, key: str | None, hash: bytes) -> Sandbox:
+    async def make(self, request: CreateRequest, caller: Caller, origin: Origin, fork: str) -> Sandbox:
+        """One of a fork's, on `origin`. Raises as `create` does."""
+        return await self._make(request, caller, None, b"", origin, fork)
+
+    async def _make(
+        self,
+        request: CreateRequest,
+        caller: Caller,
+        key: str | None,
+        hash: bytes,
+        origin: Origin | None = None,
+        fork: str | None = None,
+    ) -> Sandbox:
+        """`fork`: its id, while the sandbox is one of several that are made together or not at all."""
         clock = self._services.clock
         started = clock.monotonic_s()
         spec = request.spec
         try:
+            if request.snapshot is not None:
+                origin = self._snapshots.origin(request.snapshot, project=project_seen(caller), own=caller.project)
+            if origin is not None:
+                spec = origin.spec_for(spec)
             backend = self._backend(spec)
-            sandbox = await self._reserve(spec, backend, caller, key)
+            sandbox = await self._reserve(spec, backend, caller, key, origin, fork)
             key_row = None
             if key is not None:
                 key_row = KeyRow(
                     project=caller.project, key=key, request_hash=hash, sandbox=sandbox.id, at=clock.wall_s()
                 )
             async with sandbox.creating():
-                await self._launch(sandbox, backend, key_row, started=started, timeout_s=request.timeout_s)
+                await self._launch(sandbox, backend, key_row, origin, started=started, timeout_s=request.timeout_s)
         except DsecError as error:
             step = error.step if isinstance(error, LaunchError) and error.step else ""
             metrics.CREATE_FAILURES.labels(spec.substrate, step, error.code).inc()
@@ -153,7 +176,9 @@ class Creation:
         log.info("sandbox created", sandbox=sandbox.id, substrate=str(spec.substrate), took_s=round(took_s, 6))
         return sandbox.view()
 
-    async def _resolve(self, spec: SandboxSpec, backend: Backend) -> Resolved:
+    async def _resolve(self, spec: SandboxSpec, backend: Backend, origin: Origin | None) -> Resolved:
+        if origin is not None:
+            return await origin.acquire(self._environments)
         try:
             return await self._environments.acquire(spec.environment)
         except EnvironmentNotFoundError as error:
@@ -184,7 +209,15 @@ class Creation:
             )
         return backend
 
-    async def _reserve(self, spec: SandboxSpec, backend: Backend, caller: Caller, key: str | None) -> Supervisor:
+    async def _reserve(
+        self,
+        spec: SandboxSpec,
+        backend: Backend,
+        caller: Caller,
+        key: str | None,
+        origin: Origin | None,
+        fork: str | None,
+    ) -> Supervisor:
         """Admitted and in the registry, so that the next one counts it; nothing is on the host yet."""
         services = self._services
         now = services.clock.wall_s()
@@ -200,6 +233,8 @@ class Creation:
             boot_id=self._boot_id,
             created_at=now,
             key=key,
+            snapshot=None if origin is None else origin.snapshot,
+            fork=fork,
             ttl_running_s=spec.ttl_running_s,
             ttl_idle_s=spec.ttl_idle_s,
             running_until=None if spec.ttl_running_s is None else services.clock.monotonic_s() + spec.ttl_running_s,
@@ -213,7 +248,14 @@ class Creation:
         return sandbox
 
     async def _launch(
-        self, sandbox: Supervisor, backend: Backend, key: KeyRow | None, *, started: float, timeout_s: float
+        self,
+        sandbox: Supervisor,
+        backend: Backend,
+        key: KeyRow | None,
+        origin: Origin | None,
+        *,
+        started: float,
+        timeout_s: float,
     ) -> None:
         step = "turn"
 
@@ -231,13 +273,15 @@ class Creation:
                 async with self._turn:
                     with self._alone():
                         step = "environment"
-                        resolved = await self._resolve(sandbox.row.spec, backend)
+                        resolved = await self._resolve(sandbox.row.spec, backend, origin)
                         sandbox.settle(resolved)
                         program = main_request(sandbox.id, sandbox.row.spec, resolved)
                         wanted = _instance_spec(sandbox, resolved, self._services.journal.node_id)
                         step = "claim"
                         done_ms = create_ms if program is None else None
-                        if not await self._claim(sandbox, backend, wanted, key, done_ms):
+                        # Spares are made of environments.
+                        ready = origin is None and await self._claim(sandbox, backend, wanted, key, done_ms)
+                        if not ready:
                             step = "backend"
                             instance = await backend.create(wanted, intend=intend, deadline_s=max(left_s(), 0.001))
                             step = "hello"
@@ -378,6 +422,11 @@ def _launch_error(id: str, step: str, error: BaseException, *, clean: bool) -> D
         message = f"the sandbox could not be launched: {type(error).__name__} at step {step}"
     told = error.step if isinstance(error, DsecError) and error.step else step
     return LaunchError(message, hint=hint, step=told, sandbox=id, outcome=outcome)
+
+
+def _hash(request: CreateRequest) -> bytes:
+    asked = request.spec if request.snapshot is None else (request.spec, request.snapshot)
+    return hashlib.sha256(pack(asked)).digest()
 
 
 def _mismatch(key: str) -> IdempotencyError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +11,7 @@ from typing import Protocol
 from dsec.backends.base import Layer
 from dsec.core.spec import Environment
 from dsec.image.build import build_events, export_events, push_events
-from dsec.image.environments import EnvironmentStore, LockedEnvironment, StoreFacts
+from dsec.image.environments import EnvironmentStore, StoreFacts
 from dsec.image.registry.blobs import BlobCache
 from dsec.image.registry.client import DEFAULT_SETTINGS, RegistrySettings
 from dsec.node.loading import environment_stats, record_trace
@@ -59,6 +59,9 @@ class Environments(Protocol):
         ...
 
     async def list(self) -> list[EnvironmentInfo]: ...
+    async def layers(self, digests: Sequence[str]) -> tuple[Hold, tuple[Layer, ...]]:
+        """These, lowest first, as a backend mounts them. Raises NotFoundError when one is gone."""
+        ...
 
     async def get(self, name: str) -> EnvironmentInfo: ...
 
@@ -113,7 +116,7 @@ class StoredEnvironments:
     async def acquire(self, environment: Environment) -> Resolved:
         locked, lease = self._store.acquire(environment)
         try:
-            layers = await self._layers(locked)
+            layers = await self._mountable(locked.layers)
         except BaseException:
             lease.release()
             raise
@@ -127,14 +130,21 @@ class StoredEnvironments:
             command=locked.command,
         )
 
-    async def _layers(self, locked: LockedEnvironment) -> tuple[Layer, ...]:
-        if all(layer.remote is None for layer in locked.layers):
-            return tuple(_layer(layer, layer.blob) for layer in locked.layers)
+    async def layers(self, digests: Sequence[str]) -> tuple[Hold, tuple[Layer, ...]]:
+        lease = self._store.layers.lease(digests)
+        try:
+            return lease, await self._mountable([self._store.layers.get(digest) for digest in digests])
+        except BaseException:
+            lease.release()
+            raise
+
+    async def _mountable(self, found: Sequence[LayerLocation]) -> tuple[Layer, ...]:
+        if all(layer.remote is None for layer in found):
+            return tuple(_layer(layer, layer.blob) for layer in found)
         # The loader is asked: a process, and at first a store.
         return await asyncio.to_thread(
             lambda: tuple(
-                _layer(layer, layer.blob if layer.remote is None else self._remote.serve(layer))
-                for layer in locked.layers
+                _layer(layer, layer.blob if layer.remote is None else self._remote.serve(layer)) for layer in found
             )
         )
 

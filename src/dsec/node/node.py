@@ -26,8 +26,11 @@ from dsec.node.host import boot_id, memory_available_bytes, memory_total_bytes
 from dsec.node.journal import Journal
 from dsec.node.reaper import Reaper
 from dsec.node.registry import Registry
+from dsec.node.rights import reaches
 from dsec.node.sampling import Sampling
 from dsec.node.services import Services, Sleep
+from dsec.node.snapshots import Snapshots
+from dsec.node.snapshotstore import SnapshotStore
 from dsec.node.supervisor import Supervisor
 from dsec.node.tasks import Tasks
 from dsec.node.view import gone_error
@@ -82,6 +85,7 @@ class Node:
         self.journal: Journal
         self.creation: Creation
         self.adoption: Adoption
+        self.snapshots: Snapshots
         self.warm: WarmPool
         self._services: Services
         self._reaper: Reaper
@@ -123,8 +127,17 @@ class Node:
         )
         self.backends = self._make_backends(self.journal.node_id)
         self.warm = WarmPool(self._services, self.backends.__getitem__, self.environments, self.room, boot)
+        store = await asyncio.to_thread(SnapshotStore, self.config.snapshots_dir)
+        self.snapshots = Snapshots(self._services, self.registry, self.environments, store, self._tidy_environments)
         self.creation = Creation(
-            self._services, self.registry, self.backends, self.environments, self.room, boot, self.warm
+            self._services,
+            self.registry,
+            self.backends,
+            self.environments,
+            self.room,
+            boot,
+            self.warm,
+            snapshots=self.snapshots,
         )
         await self._sweep()
         self.adoption = Adoption(self._services, self.registry, self.backends, self.environments, boot)
@@ -261,12 +274,16 @@ class Node:
         What cannot be let go now is at the next start.
         """
         named = {digest for info in await self.environments.list() for digest in info.layers}
-        live = {digest for sandbox in self.registry for digest in sandbox.row.layers}
+        live = self.layers_in_use()
         for backend in self.backends.values():
             try:
                 await backend.keep_layers(named | live)
             except DsecError as error:
                 log.warning("layers of removed environments are still mounted", error=str(error))
+
+    def layers_in_use(self) -> set[str]:
+        """Of sandboxes and snapshots."""
+        return {digest for sandbox in self.registry for digest in sandbox.row.layers} | self.snapshots.layers()
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -284,10 +301,10 @@ class Node:
 
     async def _tidy_environments(self) -> None:
         """Beside the first requests: it may take as long as removing trees does."""
-        live = {digest for sandbox in self.registry for digest in sandbox.row.layers}
         try:
-            await self.environments.tidy(live=live)
-            await self.let_layers_go()
+            async with self.snapshots.changing:
+                await self.environments.tidy(live=self.layers_in_use())
+                await self.let_layers_go()
         except DsecError as error:
             log.warning("the environments could not be tidied up", error=str(error))
 
@@ -311,11 +328,6 @@ class Node:
             await self.environments.renew()
         except DsecError as error:
             log.warning("sources of layers could not be renewed", error=str(error))
-
-
-def reaches(project: str | None, owner: str) -> bool:
-    """Whether a caller of `project` reaches what belongs to `owner`: its own, and those of its sub-projects."""
-    return project is None or owner == project or owner.startswith(project.rstrip("/") + "/")
 
 
 def _not_found(id: str) -> SandboxNotFoundError:

@@ -20,6 +20,8 @@ _READ: Final = (
     Method.ENVIRONMENT_LIST,
     Method.ENVIRONMENT_GET,
     Method.ENVIRONMENT_STATS,
+    Method.SNAPSHOT_LIST,
+    Method.SNAPSHOT_GET,
 )
 _ADMIN: Final = (
     Method.ENVIRONMENT_REMOVE,
@@ -81,3 +83,8 @@ def check_store_of(url: str, caller: Caller) -> None:
 def project_seen(caller: Caller) -> str | None:
     """Below which path a caller sees sandboxes; None: all of them."""
     return None if Right.ADMIN in caller.rights else caller.project
+
+
+def reaches(project: str | None, owner: str) -> bool:
+    """Whether a caller of `project` reaches what belongs to `owner`: its own, and those of its sub-projects."""
+    return project is None or owner == project or owner.startswith(project.rstrip("/") + "/")

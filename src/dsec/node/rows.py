@@ -11,6 +11,14 @@ from dsec.wire.records import Gap, Sandbox
 ROW_VERSION = 1
 
 
+class ImageRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the image of a sandbox said when it was created: a snapshot of it starts as it did."""
+
+    env: dict[str, str] = {}
+    entrypoint: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+
+
 class SandboxRow(msgspec.Struct, frozen=True, kw_only=True):
     """One sandbox that has not ended."""
 
@@ -40,6 +48,10 @@ class SandboxRow(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 1
     end_cause: str | None = None  # while it is being destroyed: what its tombstone will say
     end_detail: str | None = None
+    image: ImageRow = ImageRow()
+    snapshot: str | None = None  # id of the one that it was made from, or rolled back to
+    fork: str | None = None  # of the fork that is not complete yet: it goes if its node ends before
+    leftover: bytes = b""  # record of the instance before a rollback, until it is removed
 
 
 class SpareRow(msgspec.Struct, frozen=True, kw_only=True):

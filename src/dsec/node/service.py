@@ -33,7 +33,7 @@ from dsec.node.supervisor import Supervisor
 from dsec.observe.context import ids
 from dsec.observe.logs import get_logger
 from dsec.wire import node as wire
-from dsec.wire import records
+from dsec.wire import records, snapshots
 from dsec.wire.codec import pack, unpack
 from dsec.wire.environments import BuildRequest, EnvironmentPage, EnvironmentRef, PushRequest
 from dsec.wire.images import ExportRequest
@@ -76,6 +76,10 @@ class Service:
             Method.ENVIRONMENT_REMOVE: (EnvironmentRef, self._environment_remove),
             Method.ENVIRONMENT_STATS: (EnvironmentRef, self._environment_stats),
             Method.ENVIRONMENT_TRACE: (EnvironmentRef, self._environment_trace),
+            Method.SNAPSHOT_TAKE: (snapshots.SnapshotTake, self._snapshot_take),
+            Method.SNAPSHOT_LIST: (snapshots.SnapshotQuery, self._snapshot_list),
+            Method.SNAPSHOT_GET: (snapshots.SnapshotRef, self._snapshot_get),
+            Method.SNAPSHOT_REMOVE: (snapshots.SnapshotRef, self._snapshot_remove),
             Method.DOCTOR: (wire.Nothing, self._doctor),
             Method.HEALTH: (wire.Nothing, self._health),
             **{method: (wire.FileCall, self._file_call(method)) for method in _FILE_CALLS},
@@ -329,7 +333,7 @@ class Service:
         return await self._node.environments.get(request.name)
 
     async def _environment_remove(self, request: EnvironmentRef, caller: Caller, _: str | None) -> Done:
-        live = {digest for sandbox in self._node.registry for digest in sandbox.row.layers}
+        live = self._node.layers_in_use()
         await self._node.warm.drop((await self._node.environments.get(request.name)).layers)
         await self._node.environments.remove(request.name, live=live)
         await self._node.let_layers_go()
@@ -352,6 +356,28 @@ class Service:
 
     async def _environment_trace(self, request: EnvironmentRef, caller: Caller, _: str | None) -> Any:
         return await self._node.environments.trace(request.name)
+
+    # -- snapshots ---------------------------------------------------------------------------------
+
+    async def _snapshot_take(
+        self, request: snapshots.SnapshotTake, caller: Caller, key: str | None
+    ) -> snapshots.SnapshotInfo:
+        return await self._node.snapshots.take(self._sandbox(request.sandbox, caller), request.request, caller, key)
+
+    async def _snapshot_list(
+        self, request: snapshots.SnapshotQuery, caller: Caller, _: str | None
+    ) -> snapshots.SnapshotPage:
+        return self._node.snapshots.list(request, project=project_seen(caller))
+
+    async def _snapshot_get(
+        self, request: snapshots.SnapshotRef, caller: Caller, _: str | None
+    ) -> snapshots.SnapshotInfo:
+        found = self._node.snapshots.find(request.snapshot, project=project_seen(caller), own=caller.project)
+        return found.info
+
+    async def _snapshot_remove(self, request: snapshots.SnapshotRef, caller: Caller, _: str | None) -> Done:
+        await self._node.snapshots.remove(request.snapshot, project=project_seen(caller), own=caller.project)
+        return Done()
 
     async def _doctor(self, request: wire.Nothing, caller: Caller, _: str | None) -> records.DoctorReport:
         return await examine(self._node)

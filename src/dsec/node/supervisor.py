@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -13,7 +13,6 @@ from dsec.agent.client import AgentClient
 from dsec.backends.base import Backend, Instance, InstanceUsage
 from dsec.core import limits
 from dsec.core.errors import (
-    DeadlineError,
     DsecError,
     GoneError,
     Outcome,
@@ -31,9 +30,10 @@ from dsec.node.environments import Hold, Resolved
 from dsec.node.execdesk import ExecDesk
 from dsec.node.execs import NodeExec, request_hash
 from dsec.node.exectable import ExecTable
-from dsec.node.lifetime import Lifetime, resumed_row
+from dsec.node.lifetime import Lifetime
 from dsec.node.link import AgentLink
-from dsec.node.rows import KeyRow, SandboxRow, Tombstone
+from dsec.node.pausing import Pausing
+from dsec.node.rows import ImageRow, KeyRow, SandboxRow, Tombstone
 from dsec.node.runner import write_stdin
 from dsec.node.services import Services
 from dsec.node.shortops import ShortOperations
@@ -61,9 +61,11 @@ class Supervisor:
         self._link: AgentLink | None = None
         self._lock = asyncio.Lock()
         self._tasks = Tasks(f"sandbox {row.id}")
-        self._short = ShortOperations()
+        self.short = ShortOperations()
+        self.pausing = Pausing(self, services)
         self._retry_s = 0.5
         self._retrying = False
+        self._disk_change: str | None = None
         clock = services.clock
         self.meter = UsageMeter(clock.monotonic_s(), memory_gib_s=row.memory_gib_s)
         self.lifetime = Lifetime.of_row(row, clock)
@@ -76,7 +78,7 @@ class Supervisor:
         )
         self._desk = ExecDesk(
             self.execs,
-            link=self._open_link,
+            link=self.open_link,
             clock=clock,
             tasks=self._tasks,
             substrate=row.spec.substrate,
@@ -106,7 +108,7 @@ class Supervisor:
         # It knows now what it did not when it was intended, such as its process.
         self.row = msgspec.structs.replace(self.row, record=instance.record)
         self._make_link(instance)
-        await self._open_link().open(timeout_s=deadline_s)
+        await self.open_link().open(timeout_s=deadline_s)
         self._watch(instance)
 
     async def begin_claimed(
@@ -117,7 +119,7 @@ class Supervisor:
         self.instance = instance
         self.row = msgspec.structs.replace(self.row, record=instance.record)
         self._make_link(instance)
-        self._open_link().take(client)
+        self.open_link().take(client)
         row = self.row
         if create_ms is not None:
             row = msgspec.structs.replace(row, state=str(SandboxState.RUNNING), create_ms=create_ms)
@@ -133,15 +135,15 @@ class Supervisor:
         self._make_link(instance)
         self._watch(instance)
         if self.state is SandboxState.PAUSED:
-            self._open_link().suspend()
+            self.open_link().suspend()
             return
         if self.state is not SandboxState.RUNNING:
             # It was being frozen or thawed: running is where both can be told apart from nothing.
             await instance.resume()
-            await self._reach_agent(self._note_resumed())
+            await self.pausing.reach_agent(self.pausing.note_resumed())
         else:
             # A busy machine, with many to take over, is no reason to end one.
-            await self._open_link().open(tries=limits.RECONNECTS_MAX)
+            await self.open_link().open(tries=limits.RECONNECTS_MAX)
         await self.move(SandboxState.RUNNING)
 
     @asynccontextmanager
@@ -159,6 +161,7 @@ class Supervisor:
             layers=tuple(layer.digest for layer in resolved.layers),
             user=spec.user if spec.user is not None else resolved.user,
             workdir=spec.workdir if spec.workdir is not None else resolved.workdir,
+            image=ImageRow(resolved.env, resolved.entrypoint, resolved.command),
         )
 
     async def start_main(self, request: records.ExecRequest) -> NodeExec:
@@ -202,7 +205,7 @@ class Supervisor:
             instance, boot_id=self.row.agent_boot_id, on_hello=self._on_hello, on_fault=self._on_link_fault
         )
 
-    def _open_link(self) -> AgentLink:
+    def open_link(self) -> AgentLink:
         if self._link is None:
             raise SandboxStateError(f"the sandbox is {self.row.state}", sandbox=self.id)
         return self._link
@@ -233,7 +236,7 @@ class Supervisor:
             self.row = before
             raise
 
-    async def _move_anyway(self, state: SandboxState, **changes: Any) -> None:
+    async def move_anyway(self, state: SandboxState, **changes: Any) -> None:
         """For moves that a full disk must not prevent. A restarted node then finds the sandbox as it was before, and
         sees what is true from the instance."""
         self._set(state, **changes)
@@ -272,7 +275,7 @@ class Supervisor:
         """
         self.lifetime.begin()
         held = short and self.state is SandboxState.RUNNING
-        self._short.begin(held)
+        self.short.begin(held)
         try:
             # One that waits for a resume is not counted: it would hold up the pause that it waits for.
             await self.ensure_running()
@@ -283,13 +286,13 @@ class Supervisor:
                 raise self.gone() from error
             raise
         finally:
-            self._short.finish(held)
+            self.short.finish(held)
             self._activity_over()
 
     async def client(self) -> AgentClient:
         """The agent, as it is: neither resumes the sandbox nor counts as use. Raises GoneError when it has ended."""
         try:
-            return await self._open_link().client()
+            return await self.open_link().client()
         except (GoneError, SandboxStateError):
             raise
         except DsecError:
@@ -348,6 +351,27 @@ class Supervisor:
         await self.sample()
         return self.meter.oom_kills
 
+    # -- its disk ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def changing_disk(self, what: str) -> Iterator[None]:
+        """Snapshots and rollbacks of one sandbox exclude each other. Raises SandboxStateError, which says `what`."""
+        if self._disk_change is not None:
+            raise SandboxStateError(self._disk_change, sandbox=self.id, hint="ask again when that is done")
+        self._disk_change = what
+        try:
+            yield
+        finally:
+            self._disk_change = None
+
+    async def present_instance(self) -> Instance:
+        """Once nobody creates, pauses or resumes it. Raises GoneError, SandboxStateError."""
+        async with self._lock:
+            self.check_alive()
+            if self.instance is None:
+                raise SandboxStateError(f"the sandbox is {self.row.state}", sandbox=self.id)
+            return self.instance
+
     # -- pause and resume --------------------------------------------------------------------------
 
     async def pause(self) -> None:
@@ -356,84 +380,21 @@ class Supervisor:
             raise UnsupportedError(
                 f"{self.row.spec.substrate} sandboxes on this node cannot be paused", sandbox=self.id
             )
-        await self._serially(self._pause)
+        await self.serially(self.pausing.pause)
 
     async def resume(self) -> None:
-        await self._serially(self._resume)
+        await self.serially(self.pausing.resume)
 
-    async def _pause(self) -> None:
-        self._check_alive()
-        if self.state is SandboxState.PAUSED:
-            return
-        instance = self._running_instance()
-        link = self._open_link()
-        await self.move(SandboxState.PAUSING)
-        try:
-            await self._short.drain()
-            link.suspend()
-            with suppress(DsecError):
-                await (await link.client()).freeze_prepare()
-            await instance.pause(deadline_s=self._services.config.pause_deadline_s)
-        except BaseException:
-            link.resume()
-            with suppress(DsecError):
-                await (await link.client()).clock(paused_s=0.0)
-            await self._move_anyway(SandboxState.RUNNING)
-            raise
-        left = self.lifetime.running_left_s
-        self.lifetime.pause()
-        await self._move_anyway(
-            SandboxState.PAUSED,
-            paused_at=self._services.clock.wall_s(),
-            paused_monotonic_s=self._services.clock.monotonic_s(),
-            running_until=None,
-            running_left_s=left,
-        )
-
-    async def _resume(self) -> None:
-        self._check_alive()
-        if self.state is SandboxState.RUNNING:
-            return
-        if self.state is not SandboxState.PAUSED or self.instance is None:
-            raise SandboxStateError(f"the sandbox is {self.row.state} and cannot be resumed", sandbox=self.id)
-        await self.move(SandboxState.RESUMING)
-        try:
-            await self.instance.resume()
-        except BaseException:
-            await self._move_anyway(SandboxState.PAUSED)
-            raise
-        paused_s = self._note_resumed()
-        await self._reach_agent(paused_s)
-        await self._move_anyway(SandboxState.RUNNING)
-        self.arm()
-
-    async def _reach_agent(self, paused_s: float) -> None:
-        """Tells the agent how long it slept. One that was frozen when this node started is connected to only now."""
-        link = self._open_link()
-        link.resume()
-        try:
-            client = await link.open(tries=limits.RECONNECTS_MAX) if link.never_opened else await link.client()
-            with suppress(DeadlineError, UnavailableError):
-                await client.clock(paused_s=paused_s, wall_s=self._services.clock.wall_s())
-        except DsecError as error:
-            self.fail(EndCause.SANDBOX_FAULT, f"its agent does not answer after a pause: {error.message}")
-            raise
-
-    def _note_resumed(self) -> float:
-        """Both clocks go on; the row holds it until it is journalled with the next move."""
-        self.row, paused_s = resumed_row(self.row, self.lifetime, self._services.clock.monotonic_s())
-        return paused_s
-
-    def _running_instance(self) -> Instance:
+    def running_instance(self) -> Instance:
         if self.state is not SandboxState.RUNNING or self.instance is None:
             raise SandboxStateError(f"the sandbox is {self.row.state}", sandbox=self.id)
         return self.instance
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
         if self.state in (SandboxState.DESTROYING, *ENDED):
             raise self.gone()
 
-    async def _serially(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def serially(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """One at a time, and to its end: whoever asked may go away in the middle."""
 
         async def run() -> T:
@@ -446,7 +407,7 @@ class Supervisor:
 
     async def set_ttl(self, request: records.TtlRequest) -> None:
         async def act() -> None:
-            self._check_alive()
+            self.check_alive()
             self.lifetime.set(running_left_s=request.ttl_running_s, ttl_idle_s=request.ttl_idle_s)
             paused = self.row.paused_at is not None
             now = self._services.clock.monotonic_s()
@@ -460,7 +421,7 @@ class Supervisor:
             )
             self.arm()
 
-        await self._serially(act)
+        await self.serially(act)
 
     # -- usage -------------------------------------------------------------------------------------
 
@@ -503,7 +464,7 @@ class Supervisor:
         async def act() -> records.Sandbox:
             return await self._end(cause, detail)
 
-        return await self._serially(act)
+        return await self.serially(act)
 
     async def _end(self, cause: EndCause, detail: str | None) -> records.Sandbox:
         if self.tombstone is not None:
@@ -512,7 +473,7 @@ class Supervisor:
             return self.view()  # abandoned while whoever asks waited: nothing is left, and nothing is to be told
         if self.state is not SandboxState.DESTROYING:
             await self.sample()
-            await self._move_anyway(
+            await self.move_anyway(
                 SandboxState.DESTROYING,
                 end_cause=str(cause),
                 end_detail=None if detail is None else detail[:500],

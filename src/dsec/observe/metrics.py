@@ -29,6 +29,12 @@ CREATE_SECONDS: Final = Histogram(
     buckets=_CREATE_BUCKETS_S,
     registry=REGISTRY,
 )
+SNAPSHOT_FROZEN_SECONDS: Final = Histogram(
+    "dsec_snapshot_frozen_seconds",
+    "For how long sandboxes stood still for snapshots and forks.",
+    buckets=_CREATE_BUCKETS_S,
+    registry=REGISTRY,
+)
 WARM_SPARES: Final = Gauge("dsec_warm_spares", "Spares that wait to be claimed.", ["substrate"], registry=REGISTRY)
 WARM_HITS: Final = Counter(
     "dsec_warm_hits_total", "Creates that found a spare of their shape.", ["substrate"], registry=REGISTRY

@@ -29,6 +29,7 @@ from dsec.sdk.environments import AsyncEnvironments
 from dsec.sdk.lines import json_lines
 from dsec.sdk.requests import CreateOptions, make_spec
 from dsec.sdk.sandbox import AsyncSandbox
+from dsec.sdk.snapshots import AsyncSnapshot, AsyncSnapshots
 from dsec.sdk.tokens import AsyncTokens
 from dsec.sdk.transport import Transport
 from dsec.wire import api
@@ -62,6 +63,7 @@ class AsyncClient:
         self._transport = Transport(find_endpoint(url, token), request_timeout_s=request_timeout_s)
         self._environments = AsyncEnvironments(self._transport)
         self._tokens = AsyncTokens(self._transport)
+        self._snapshots = AsyncSnapshots(self, self._transport)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
@@ -77,6 +79,11 @@ class AsyncClient:
         return self._environments
 
     @property
+    def snapshots(self) -> AsyncSnapshots:
+        """What sandboxes had on their disks, kept by name."""
+        return self._snapshots
+
+    @property
     def tokens(self) -> AsyncTokens:
         """Who may call over the network."""
         return self._tokens
@@ -88,11 +95,13 @@ class AsyncClient:
         environment: str | Environment = "base",
         *,
         idempotency_key: str | None = None,
+        snapshot: str | AsyncSnapshot | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
         **options: Unpack[CreateOptions],
     ) -> AsyncSandbox:
         """A new sandbox; arguments as those of `Sandbox.create`."""
-        request = CreateRequest(spec=make_spec(environment, **options), timeout_s=timeout_s)
+        on = snapshot.id if isinstance(snapshot, AsyncSnapshot) else snapshot
+        request = CreateRequest(spec=make_spec(environment, **options), timeout_s=timeout_s, snapshot=on)
         key = _key(idempotency_key)
         try:
             return AsyncSandbox(self, await self._create(request, key))

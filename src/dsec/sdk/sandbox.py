@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -24,8 +25,10 @@ from dsec.sdk.requests import Command, CreateOptions, make_exec
 from dsec.sdk.results import ExecResult
 from dsec.sdk.running import OutputCallback, run_command, start_process
 from dsec.sdk.sessions import AsyncSession
+from dsec.sdk.snapshots import MAKING_TIMEOUT_S, AsyncSnapshot
 from dsec.wire.records import ExecInfo, ExecPage, Metrics, SessionInfo, SessionPage, SessionRequest, TtlRequest, TtySize
 from dsec.wire.records import Sandbox as SandboxInfo
+from dsec.wire.snapshots import SnapshotInfo, SnapshotRequest
 
 if TYPE_CHECKING:
     from dsec.sdk.client import AsyncClient
@@ -74,6 +77,7 @@ class AsyncSandbox:
         keepalive: bool = False,
         start: bool = False,
         ready: Mapping[str, Any] | ReadyProbe | None = None,
+        snapshot: str | AsyncSnapshot | None = None,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
         client: AsyncClient | None = None,
@@ -86,6 +90,8 @@ class AsyncSandbox:
         `privilege_gain` lets set-user-id programs (sudo) raise privileges inside. `start` runs what the environment
         says (ENTRYPOINT and CMD): it is `main`. With `ready` this returns once it is so: a `dsec.ReadyProbe`, or its
         fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}.
+        `snapshot`: a name, id or Snapshot. The files are those of the snapshotted sandbox then, and so is its
+        environment and whatever is left at its default here, but for the name; `env` and `labels` add to it.
         `idempotency_key`: the same key gives the same sandbox (default: a random one, which makes the retries of this
         call safe). `client`: default the local service.
         Raises CapacityError, LaunchError, EnvironmentNotFoundError, DeadlineError …
@@ -109,6 +115,7 @@ class AsyncSandbox:
             keepalive=keepalive,
             start=start,
             ready=ready,
+            snapshot=snapshot,
             idempotency_key=idempotency_key,
             timeout_s=timeout_s,
         )
@@ -197,6 +204,24 @@ class AsyncSandbox:
     async def resume(self) -> SandboxInfo:
         """Lets a paused sandbox go on. One that runs is fine."""
         return await self._told("POST", "/resume")
+
+    async def snapshot(self, name: str | None = None, *, idempotency_key: str | None = None) -> AsyncSnapshot:
+        """Keeps what it has on its disk now, by a name that is unique in its project (default: the snapshot's id).
+
+        It stands still for a moment, and goes on. Processes, memory and `/dev/shm` are not kept.
+        Raises ConflictError (the name is taken, or another snapshot of it is being made), CapacityError, DeadlineError
+        when it writes more than can be copied in the time for which it may stand still.
+        """
+        info = await self._transport.call(
+            "POST",
+            f"{self._path}:snapshot",
+            SnapshotInfo,
+            body=SnapshotRequest(name=name),
+            key=idempotency_key or secrets.token_hex(16),
+            long=True,
+            timeout_s=MAKING_TIMEOUT_S,
+        )
+        return AsyncSnapshot(self._client, info)
 
     async def destroy(self) -> None:
         """Ends and removes it. One that has ended already is fine."""

@@ -25,6 +25,7 @@ from dsec.sdk.results import Chunk, ExecResult
 from dsec.sdk.running import OutputCallback
 from dsec.sdk.sandbox import AsyncSandbox, ExecInfos, SessionInfos
 from dsec.sdk.sessions import AsyncSession
+from dsec.sdk.snapshots import AsyncSnapshot, AsyncSnapshots
 from dsec.sdk.socketlike import SocketLike
 from dsec.sdk.tokens import AsyncTokens
 from dsec.wire.environments import (
@@ -46,6 +47,7 @@ from dsec.wire.records import (
     WatchNotice,
 )
 from dsec.wire.records import Sandbox as SandboxInfo
+from dsec.wire.snapshots import SnapshotInfo
 from dsec.wire.tokens import TokenAnswer, TokenInfo
 
 
@@ -451,6 +453,58 @@ class Tokens(Blocking[AsyncTokens]):
         return portal().run(self._async.revoke(id))
 
 
+class Snapshot(Blocking[AsyncSnapshot]):
+    """What one sandbox had on its disk at one moment. It stays until `remove`, whatever becomes of the sandbox."""
+
+    @property
+    def id(self) -> str:
+        """`snp_…`: with it, any client of the same owner finds it."""
+        return self._async.id
+
+    @property
+    def name(self) -> str:
+        """The name it was given, or its id."""
+        return self._async.name
+
+    @property
+    def info(self) -> SnapshotInfo:
+        """What is known of it: of which sandbox, when, how large."""
+        return self._async.info
+
+    def create(
+        self, *, timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT, **options: Unpack[CreateOptions]
+    ) -> Sandbox:
+        """A new sandbox on it; what `options` leave out is as it was in the snapshotted sandbox, but for the name."""
+        result: Sandbox = wrap(portal().run(self._async.create(timeout_s=timeout_s, **options)))
+        return result
+
+    def remove(self, *, missing_ok: bool = False) -> None:
+        """Removes it. Raises ConflictError while sandboxes that were made from it live."""
+        portal().run(self._async.remove(missing_ok=missing_ok))
+
+
+class Snapshots(Blocking[AsyncSnapshots]):
+    """`client.snapshots`: those of the caller's project, and of projects below it."""
+
+    def list(self, *, sandbox: str | None = None, max_items: int = 10000) -> list[Snapshot]:
+        """In the order in which they were made; with `sandbox` only those of this one, by its id."""
+        result: list[Snapshot] = wrap(portal().run(self._async.list(sandbox=sandbox, max_items=max_items)))
+        return result
+
+    def get(self, name: str) -> Snapshot:
+        """One of them, by name or id. Raises NotFoundError."""
+        result: Snapshot = wrap(portal().run(self._async.get(name)))
+        return result
+
+    def exists(self, name: str) -> bool:
+        """Whether there is one of that name or id."""
+        return portal().run(self._async.exists(name))
+
+    def remove(self, name: str, *, missing_ok: bool = False) -> None:
+        """Removes one, by name or id. Raises NotFoundError, ConflictError while sandboxes made from it live."""
+        portal().run(self._async.remove(name, missing_ok=missing_ok))
+
+
 class Sandbox(Blocking[AsyncSandbox]):
     """A place to run commands in. `with` destroys it at the end; without that it lives on until `destroy`, or
     its time to live is over.
@@ -482,6 +536,7 @@ class Sandbox(Blocking[AsyncSandbox]):
         keepalive: bool = False,
         start: bool = False,
         ready: Mapping[str, Any] | ReadyProbe | None = None,
+        snapshot: str | Snapshot | None = None,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
         client: Client | None = None,
@@ -494,6 +549,8 @@ class Sandbox(Blocking[AsyncSandbox]):
         `privilege_gain` lets set-user-id programs (sudo) raise privileges inside. `start` runs what the environment
         says (ENTRYPOINT and CMD): it is `main`. With `ready` this returns once it is so: a `dsec.ReadyProbe`, or its
         fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}.
+        `snapshot`: a name, id or Snapshot. The files are those of the snapshotted sandbox then, and so is its
+        environment and whatever is left at its default here, but for the name; `env` and `labels` add to it.
         `idempotency_key`: the same key gives the same sandbox (default: a random one, which makes the retries of this
         call safe). `client`: default the local service.
         Raises CapacityError, LaunchError, EnvironmentNotFoundError, DeadlineError …
@@ -519,6 +576,7 @@ class Sandbox(Blocking[AsyncSandbox]):
                     keepalive=keepalive,
                     start=start,
                     ready=ready,
+                    snapshot=unwrap(snapshot),
                     idempotency_key=idempotency_key,
                     timeout_s=timeout_s,
                     client=unwrap(client),
@@ -627,6 +685,16 @@ class Sandbox(Blocking[AsyncSandbox]):
     def resume(self) -> SandboxInfo:
         """Lets a paused sandbox go on. One that runs is fine."""
         return portal().run(self._async.resume())
+
+    def snapshot(self, name: str | None = None, *, idempotency_key: str | None = None) -> Snapshot:
+        """Keeps what it has on its disk now, by a name that is unique in its project (default: the snapshot's id).
+
+        It stands still for a moment, and goes on. Processes, memory and `/dev/shm` are not kept.
+        Raises ConflictError (the name is taken, or another snapshot of it is being made), CapacityError, DeadlineError
+        when it writes more than can be copied in the time for which it may stand still.
+        """
+        result: Snapshot = wrap(portal().run(self._async.snapshot(name, idempotency_key=idempotency_key)))
+        return result
 
     def destroy(self) -> None:
         """Ends and removes it. One that has ended already is fine."""
@@ -867,6 +935,12 @@ class Client(Blocking[AsyncClient]):
         return result
 
     @property
+    def snapshots(self) -> Snapshots:
+        """What sandboxes had on their disks, kept by name."""
+        result: Snapshots = wrap(self._async.snapshots)
+        return result
+
+    @property
     def tokens(self) -> Tokens:
         """Who may call over the network."""
         result: Tokens = wrap(self._async.tokens)
@@ -877,13 +951,20 @@ class Client(Blocking[AsyncClient]):
         environment: str | Environment = "base",
         *,
         idempotency_key: str | None = None,
+        snapshot: str | Snapshot | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
         **options: Unpack[CreateOptions],
     ) -> Sandbox:
         """A new sandbox; arguments as those of `Sandbox.create`."""
         result: Sandbox = wrap(
             portal().run(
-                self._async.create(environment, idempotency_key=idempotency_key, timeout_s=timeout_s, **options)
+                self._async.create(
+                    environment,
+                    idempotency_key=idempotency_key,
+                    snapshot=unwrap(snapshot),
+                    timeout_s=timeout_s,
+                    **options,
+                )
             )
         )
         return result
@@ -1009,6 +1090,8 @@ _KINDS: dict[type, Any] = {
     AsyncConnection: Connection,
     AsyncEnvironments: Environments,
     AsyncTokens: Tokens,
+    AsyncSnapshot: Snapshot,
+    AsyncSnapshots: Snapshots,
     AsyncSandbox: Sandbox,
     AsyncCreated: Created,
     AsyncClient: Client,

@@ -98,6 +98,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     records_bytes_max: int | str = limits.RECORDS_BYTES_MAX
     pause_deadline_s: float = 10.0  # then a sandbox that does not stop goes on, and the pause has failed
     creates_at_once_max: int = 64
+    snapshot_freeze_s: float = 30.0  # a sandbox that stands still for longer goes on, and its snapshot has failed
     warm: WarmSettings = WarmSettings()
 
     def __post_init__(self) -> None:
@@ -116,6 +117,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             records_bytes_max=parse_size(self.records_bytes_max, "records_bytes_max"),
             pause_deadline_s=self.pause_deadline_s,
             creates_at_once_max=self.creates_at_once_max,
+            snapshot_freeze_s=self.snapshot_freeze_s,
             warm=self.warm.config(),
         )
 

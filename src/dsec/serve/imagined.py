@@ -5,8 +5,9 @@ Started, each would do nothing, for ever.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 
+from dsec.backends.base import Layer
 from dsec.core.errors import UnsupportedError
 from dsec.core.spec import Environment
 from dsec.image.environments import StoreFacts
@@ -30,6 +31,9 @@ class ImaginedEnvironments:
 
     async def hold(self, digests: Collection[str]) -> Hold:
         return _NoHold()
+
+    async def layers(self, digests: Sequence[str]) -> tuple[Hold, tuple[Layer, ...]]:
+        return _NoHold(), tuple(Layer(digest, "fake", "") for digest in digests)
 
     async def list(self) -> list[EnvironmentInfo]:
         return [await self.get("base")]

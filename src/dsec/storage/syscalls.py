@@ -13,6 +13,7 @@ RESOLVE_NO_SYMLINKS: Final = 0x04
 RESOLVE_BENEATH: Final = 0x08
 RESOLVE_IN_ROOT: Final = 0x10
 
+_TMPFS_MAGIC: Final = 0x01021994
 _OPENAT2: Final = 437  # the same number on every architecture
 _AGAIN_MAX: Final = 16  # EAGAIN: a rename went on while the kernel looked at ".."
 
@@ -43,6 +44,15 @@ def syncfs(fd: int) -> None:
     if _libc.syncfs(fd) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def is_in_memory(fd: int) -> bool:
+    """Whether an open file lies on a tmpfs. Raises OSError."""
+    found = ctypes.create_string_buffer(256)  # struct statfs; its first word is the type
+    if _libc.fstatfs(fd, found) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return ctypes.c_long.from_buffer(found).value == _TMPFS_MAGIC
 
 
 def check_syscall(name: str, number: int, *arguments: object) -> int:

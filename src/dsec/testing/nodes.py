@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from dsec.backends.base import Layer
 from dsec.backends.fake.backend import FakeBackend
 from dsec.backends.fake.host import FakeHost
 from dsec.core.clock import Clock
@@ -68,6 +69,9 @@ class FakeEnvironments:
 
     async def hold(self, digests: Collection[str]) -> Hold:
         return NoHold()
+
+    async def layers(self, digests: Sequence[str]) -> tuple[Hold, tuple[Layer, ...]]:
+        return NoHold(), tuple(Layer(digest, "fake", "") for digest in digests)
 
     async def list(self) -> list[EnvironmentInfo]:
         return list(self._infos.values())

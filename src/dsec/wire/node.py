@@ -64,6 +64,10 @@ class Method(enum.StrEnum):
     ENVIRONMENT_REMOVE = "environment_remove"  # environments.EnvironmentRef → Done
     ENVIRONMENT_STATS = "environment_stats"  # environments.EnvironmentRef → environments.EnvironmentStats
     ENVIRONMENT_TRACE = "environment_trace"  # environments.EnvironmentRef → environments.EnvironmentTrace
+    SNAPSHOT_TAKE = "snapshot_take"  # snapshots.SnapshotTake → snapshots.SnapshotInfo
+    SNAPSHOT_LIST = "snapshot_list"  # snapshots.SnapshotQuery → snapshots.SnapshotPage
+    SNAPSHOT_GET = "snapshot_get"  # snapshots.SnapshotRef → snapshots.SnapshotInfo
+    SNAPSHOT_REMOVE = "snapshot_remove"  # snapshots.SnapshotRef → Done
     DOCTOR = "doctor"  # Nothing → DoctorReport
     HEALTH = "health"  # Nothing → Health
 

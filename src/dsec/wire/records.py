@@ -79,12 +79,17 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """With a snapshot, what `spec` leaves at its default is the snapshotted sandbox's, and so is the environment."""
+
     spec: SandboxSpec
     timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT
+    snapshot: str | None = None  # name or id
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s <= limits.CREATE_TIMEOUT_S_MAX:
             raise LimitError(f"timeout_s must be above 0 and at most {limits.CREATE_TIMEOUT_S_MAX:g}")
+        if self.snapshot is not None:
+            parse_name(self.snapshot, "snapshot name")
 
 
 class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -12,6 +12,7 @@ from dsec.api.routes import (
     output,
     sandboxes,
     sessions,
+    snapshots,
     sockets,
     tokens,
 )
@@ -27,6 +28,7 @@ ROUTES: tuple[Route, ...] = (
     *files.ROUTES,
     *archives.ROUTES,
     *sockets.ROUTES,
+    *snapshots.ROUTES,
     *environments.ROUTES,
     *tokens.ROUTES,
 )

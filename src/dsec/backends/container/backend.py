@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from dsec.backends.base import Capabilities, Instance, InstanceSpec, Intend, Layer, Probe
+from dsec.backends.base import Capabilities, Instance, InstanceSpec, Intend, Keeps, Layer, Probe
+from dsec.backends.container.capture import ContainerCapture
 from dsec.backends.container.config import ContainerConfig
 from dsec.backends.container.instance import ContainerInstance
 from dsec.backends.container.launcher import Launcher, LauncherRefusal
@@ -107,6 +108,8 @@ class ContainerBackend:
             substrate=Substrate.CONTAINER,
             networks=frozenset({NetworkMode.NONE}),
             pause=self._host.v2 is not None,
+            snapshot=Keeps.NOTHING if self._host.v2 is None else Keeps.DISK,
+            fork=Keeps.NOTHING if self._host.v2 is None else Keeps.DISK,
             survives_node=True,
             warm=True,
             memory_limit=self._host.limits("memory") is not None,
@@ -277,6 +280,12 @@ class ContainerBackend:
         except LauncherRefusal as refusal:
             raise HostError(f"{record.sandbox} cannot be shown its new share: {refusal}") from refusal
         return msgspec.structs.replace(record, view=viewed.view)
+
+    async def capture(self, record: ContainerRecord) -> ContainerCapture:
+        """Begins a snapshot of what it has written. Raises GoneError, StorageError, UnavailableError."""
+        await self._open()
+        await self._look_at_view()  # a launcher that has died is started again
+        return await ContainerCapture.begin(record, state=self._config.state_dir, launcher_pid=self.launcher.pid)
 
     # ---- adopt, discard, remove ------------------------------------------------------------------
 

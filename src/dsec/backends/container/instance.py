@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dsec.backends.base import InstanceExit, InstanceUsage
+from dsec.backends.container.capture import ContainerCapture
 from dsec.backends.container.record import ContainerRecord
 from dsec.core.errors import FreezeTimeoutError, HostError, SandboxFaultError, UnsupportedError
 from dsec.core.faults import fault_point
@@ -153,8 +154,10 @@ class ContainerInstance:
             raise UnsupportedError("pausing needs a cgroup2 hierarchy", hint="see `dsec doctor`")
         return Path(self._record.cgroup2) / part
 
-    async def snapshot(self, target: str) -> None:
-        raise UnsupportedError("containers have no snapshots yet")
+    async def snapshot(self) -> ContainerCapture:
+        if self._record.cgroup2 is None:
+            raise UnsupportedError("snapshots need a cgroup2 hierarchy", hint="see `dsec doctor`")
+        return await self._backend.capture(self._record)
 
     # ---- end -------------------------------------------------------------------------------------
 

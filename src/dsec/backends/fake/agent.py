@@ -51,6 +51,10 @@ class Sandbox(World, Protocol):
 
     def wall_s(self) -> float: ...
 
+    def wall_ns(self) -> int: ...
+
+    def first_files(self, now_ns: Callable[[], int]) -> FileTree: ...
+
     @property
     def spare(self) -> bool: ...
 
@@ -65,9 +69,10 @@ class FakeAgent:
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
         self.boot_id = secrets.token_hex(8)
-        self.files = FileTree(lambda: int(sandbox.wall_s() * 1e9))
-        self.files.mkdir(b"/home/user", parents=True)
-        self.files.chown(b"/home/user", uid=1000, gid=1000, follow=True)
+        self.files = sandbox.first_files(sandbox.wall_ns)
+        if not self.files.exists(b"/home/user"):
+            self.files.mkdir(b"/home/user", parents=True)
+            self.files.chown(b"/home/user", uid=1000, gid=1000, follow=True)
         self.execs: dict[str, FakeExec] = {}
         self.sessions: dict[str, FakeSession] = {}
         self.paused_s = 0.0

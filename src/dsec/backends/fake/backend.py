@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from dsec.backends.base import Capabilities, Instance, InstanceSpec, Intend, Probe
+from dsec.backends.base import Capabilities, Instance, InstanceSpec, Intend, Keeps, Probe
 from dsec.backends.fake.host import STEPS, FakeHost
 from dsec.backends.fake.instance import FakeInstance, destroy_on
 from dsec.backends.fake.sandbox import FakeSandbox
@@ -37,6 +37,8 @@ class FakeBackend:
             substrate=Substrate.FAKE,
             networks=frozenset({NetworkMode.NONE}),
             pause=pause,
+            snapshot=Keeps.DISK if pause else Keeps.NOTHING,
+            fork=Keeps.DISK if pause else Keeps.NOTHING,
             survives_node=True,
             warm=True,
             disk_limit="imagined",

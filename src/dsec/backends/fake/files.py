@@ -44,6 +44,13 @@ class Node:
         self.target = target
 
 
+def copy_of(node: Node) -> Node:
+    made = Node(node.kind, node.mode, user=User(node.uid, node.gid), now_ns=node.mtime_ns, target=node.target)
+    made.data = None if node.data is None else bytearray(node.data)
+    made.entries = None if node.entries is None else {name: copy_of(entry) for name, entry in node.entries.items()}
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a path leads: `node` is None when only the last name is missing."""
@@ -76,6 +83,13 @@ class FileTree:
             self._children(self._root)[name] = Node("directory", 0o755, now_ns=now)
         self._children(self._root)[b"tmp"].mode = 0o1777
         self._children(self._root)[b"root"].mode = 0o700
+
+    def copy(self, now_ns: Callable[[], int]) -> FileTree:
+        """The same files, on their own from now on; a file of several names becomes several."""
+        made = FileTree(now_ns)
+        made._root = copy_of(self._root)
+        made.used_bytes = self.used_bytes
+        return made
 
     # -- reading -----------------------------------------------------------------------------------
 

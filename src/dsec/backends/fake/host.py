@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from dsec.backends.fake.files import FileTree
 from dsec.backends.fake.sandbox import FakeSandbox
 from dsec.core.clock import Clock, SystemClock
 from dsec.core.ids import SandboxId
@@ -24,7 +25,8 @@ class FakeHost:
         again = await FakeBackend(host).adopt(instance.id, instance.record)
 
     `delay_s` gives the time that a step takes; `sleep` and `clock` let a test own time. Failures come through the fault
-    points `fake.create.<step>`, `fake.connect`, `fake.destroy` and `fake.agent.<op>` (dsec.testing.faults).
+    points `fake.create.<step>`, `fake.connect`, `fake.destroy`, `fake.snapshot.<step>` and `fake.agent.<op>`
+    (dsec.testing.faults).
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class FakeHost:
         self.sleep = sleep
         self.instances_max = instances_max
         self.sandboxes: dict[SandboxId, FakeSandbox] = {}
+        self.layers: dict[str, FileTree] = {}  # made of snapshots, by digest
         self._delay_s = delay_s
         self._held: dict[SandboxId, int] = {}  # bit i: step i of STEPS was done
         self._serial = 0

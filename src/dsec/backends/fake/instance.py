@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dsec.backends.base import Capabilities, InstanceExit, InstanceSpec, InstanceUsage, Keeps
+from dsec.backends.fake.capture import FakeCapture
 from dsec.backends.fake.host import STEPS, FakeHost
 from dsec.backends.fake.sandbox import FakeSandbox
 from dsec.core.errors import FreezeTimeoutError, HostError, SandboxFaultError, UnsupportedError
@@ -81,9 +82,11 @@ class FakeInstance:
         await self._host.delay("resume")
         self._sandbox.thaw()
 
-    async def snapshot(self, target: str) -> None:
-        assert self._capabilities.snapshot is Keeps.NOTHING
-        self._refuse("take a snapshot of")
+    async def snapshot(self) -> FakeCapture:
+        if self._capabilities.snapshot is Keeps.NOTHING:
+            self._refuse("take a snapshot of")
+        self._check_running()
+        return FakeCapture(self._host, self._sandbox)
 
     async def wait(self) -> InstanceExit:
         return await self._sandbox.wait()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dsec.backends.base import InstanceExit, InstanceSpec
 from dsec.backends.fake.agent import FakeAgent
+from dsec.backends.fake.files import FileTree
 from dsec.backends.fake.transport import connect_in_memory
 from dsec.core.errors import SandboxFaultError
 from dsec.core.ids import SandboxId
@@ -82,6 +83,13 @@ class FakeSandbox:
     def disk_used_bytes(self) -> int:
         return 0 if self._agent is None else self._agent.files.used_bytes
 
+    def first_files(self, now_ns: Callable[[], int]) -> FileTree:
+        """Those of the snapshot that it was made from, or the few that every instance has."""
+        for layer in reversed(self.spec.layers):
+            if (snapshot := self._host.layers.get(layer.digest)) is not None:
+                return snapshot.copy(now_ns)
+        return FileTree(now_ns)
+
     def connect(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
         if self._ended is not None:
             raise SandboxFaultError(f"the sandbox has ended: {self._ended.detail}", sandbox=self.spec.id)
@@ -149,6 +157,9 @@ class FakeSandbox:
 
     def wall_s(self) -> float:
         return self._host.clock.wall_s()
+
+    def wall_ns(self) -> int:
+        return int(self._host.clock.wall_s() * 1e9)
 
     def monotonic_s(self) -> float:
         return self._host.clock.monotonic_s()

@@ -1,0 +1,73 @@
+"""Snapshots, forks and rollbacks."""
+
+from __future__ import annotations
+
+from dsec.api.query import Kind, Param
+from dsec.api.request import Answer, Request
+from dsec.api.routing import Route
+from dsec.core.ids import parse_name
+from dsec.core.limits import CREATE_TIMEOUT_S_MAX, LIST_PAGE_DEFAULT, LIST_PAGE_MAX
+from dsec.wire.codec import to_json, unpack
+from dsec.wire.node import Done, Method, Right
+from dsec.wire.snapshots import SnapshotInfo, SnapshotPage, SnapshotQuery, SnapshotRef, SnapshotRequest, SnapshotTake
+
+_TIMEOUT_S = CREATE_TIMEOUT_S_MAX  # what a sandbox has written may be much, and is read and written twice
+
+
+async def take_snapshot(request: Request) -> Answer:
+    body = await request.record(SnapshotRequest)
+    answer = await request.keyed(Method.SNAPSHOT_TAKE, SnapshotTake(request.sandbox, body), timeout_s=_TIMEOUT_S)
+    return Answer(to_json(unpack(answer, SnapshotInfo)), status=201)
+
+
+async def list_snapshots(request: Request) -> Answer:
+    query = request.query
+    listing = SnapshotQuery(sandbox=query["sandbox"], limit=query["limit"], cursor=query["cursor"])
+    return await request.forward(Method.SNAPSHOT_LIST, listing, SnapshotPage)
+
+
+async def get_snapshot(request: Request) -> Answer:
+    return await request.forward(Method.SNAPSHOT_GET, _named(request), SnapshotInfo)
+
+
+async def remove_snapshot(request: Request) -> Answer:
+    return await request.forward(Method.SNAPSHOT_REMOVE, _named(request), Done)
+
+
+def _named(request: Request) -> SnapshotRef:
+    return SnapshotRef(parse_name(request.segment("name"), "snapshot name"))
+
+
+_LIST = (
+    Param("sandbox", Kind.TEXT, "only those of this sandbox, by its id"),
+    Param("limit", Kind.INT, "of one page", default=LIST_PAGE_DEFAULT, maximum=LIST_PAGE_MAX),
+    Param("cursor", Kind.TEXT, "`next` of the page before"),
+)
+_ONE = "/v1/snapshots/{name}"
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/sandboxes/{id}:snapshot",
+        take_snapshot,
+        "Keep what a sandbox has on its disk now. It stands still for a moment, and goes on.",
+        Right.USE,
+        body=SnapshotRequest,
+        answer=SnapshotInfo,
+        status=201,
+        statuses=(409, 429, 501),
+        mutates=True,
+    ),
+    Route("GET", "/v1/snapshots", list_snapshots, "List snapshots.", Right.READ, params=_LIST, answer=SnapshotPage),
+    Route("GET", _ONE, get_snapshot, "One snapshot, by name or id.", Right.READ, answer=SnapshotInfo, statuses=(404,)),
+    Route(
+        "DELETE",
+        _ONE,
+        remove_snapshot,
+        "Remove a snapshot that no living sandbox was made from.",
+        Right.USE,
+        answer=Done,
+        statuses=(404, 409),
+        mutates=True,
+    ),
+)

@@ -1,0 +1,88 @@
+"""What a sandbox starts from when that is another's disk: a snapshot, or the moment of a fork."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import msgspec
+
+from dsec.core.errors import NotFoundError, StorageError, UnsupportedError
+from dsec.core.spec import SandboxSpec
+from dsec.node.environments import Environments, Resolved
+from dsec.node.rows import ImageRow, SandboxRow
+from dsec.wire.snapshots import SnapshotRow
+
+_NOT_TAKEN: Final = {"name"}  # unique: whoever is made from it has its own, or none
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """`snapshot` is the id of one that has a record; a fork's has none."""
+
+    spec: SandboxSpec
+    layers: tuple[str, ...]  # lowest first
+    image: ImageRow = field(default_factory=ImageRow)
+    user: str | None = None
+    workdir: str | None = None
+    snapshot: str | None = None
+
+    async def acquire(self, environments: Environments) -> Resolved:
+        """Held until the result's hold is released. Raises StorageError when a layer of it is lost."""
+        try:
+            hold, layers = await environments.layers(self.layers)
+        except NotFoundError as error:
+            raise StorageError(f"a layer of the snapshot is lost: {error.message}") from error
+        return Resolved(
+            hold=hold,
+            layers=layers,
+            env=dict(self.image.env),
+            user=self.user,
+            workdir=self.workdir,
+            entrypoint=self.image.entrypoint,
+            command=self.image.command,
+        )
+
+    def spec_for(self, asked: SandboxSpec) -> SandboxSpec:
+        """What is asked for, and where that is a default, what the other sandbox had. Variables and labels add up.
+
+        Raises UnsupportedError for another substrate.
+        """
+        if asked.substrate not in (_DEFAULTS["substrate"], self.spec.substrate):
+            raise UnsupportedError(
+                f"a snapshot of a {self.spec.substrate} sandbox cannot become a {asked.substrate} sandbox"
+            )
+        changes: dict[str, Any] = {"name": asked.name}
+        for name, default in _DEFAULTS.items():
+            value = getattr(asked, name)
+            if name not in _NOT_TAKEN and value != default:
+                changes[name] = value
+        changes["env"] = self.spec.env | asked.env
+        changes["labels"] = self.spec.labels | asked.labels
+        return msgspec.structs.replace(self.spec, **changes)
+
+
+def origin_of(snapshot: SnapshotRow) -> Origin:
+    return Origin(
+        spec=snapshot.spec,
+        layers=snapshot.info.layers,
+        image=ImageRow(snapshot.env, snapshot.entrypoint, snapshot.command),
+        user=snapshot.user,
+        workdir=snapshot.workdir,
+        snapshot=snapshot.info.id,
+    )
+
+
+def origin_of_fork(row: SandboxRow, layers: tuple[str, ...]) -> Origin:
+    """Children of a sandbox, on these layers; a snapshot that it was made from itself stays theirs."""
+    return replace(
+        Origin(spec=row.spec, layers=layers, image=row.image, user=row.user, workdir=row.workdir), snapshot=row.snapshot
+    )
+
+
+# The environment is the other sandbox's, whatever is asked.
+_DEFAULTS: Final = {
+    field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    for field in msgspec.structs.fields(SandboxSpec)
+    if field.name != "environment"
+}

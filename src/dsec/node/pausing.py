@@ -1,0 +1,125 @@
+"""Stopping everything inside a sandbox and letting it go on: for a pause, and for the moment of a snapshot.
+
+All of it happens in the sandbox's turn (`Supervisor.serially`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+from dsec.core import limits
+from dsec.core.errors import DeadlineError, DsecError, SandboxStateError, UnavailableError
+from dsec.core.states import EndCause, SandboxState
+from dsec.node.lifetime import resumed_row
+from dsec.node.services import Services
+
+if TYPE_CHECKING:
+    from dsec.node.supervisor import Supervisor
+
+
+class Pausing:
+    def __init__(self, sandbox: Supervisor, services: Services) -> None:
+        self._sandbox = sandbox
+        self._services = services
+
+    async def pause(self) -> None:
+        sandbox, clock = self._sandbox, self._services.clock
+        sandbox.check_alive()
+        if sandbox.state is SandboxState.PAUSED:
+            return
+        await self._stop()
+        left = sandbox.lifetime.running_left_s
+        sandbox.lifetime.pause()
+        await sandbox.move_anyway(
+            SandboxState.PAUSED,
+            paused_at=clock.wall_s(),
+            paused_monotonic_s=clock.monotonic_s(),
+            running_until=None,
+            running_left_s=left,
+        )
+
+    async def resume(self) -> None:
+        sandbox = self._sandbox
+        sandbox.check_alive()
+        if sandbox.state is SandboxState.RUNNING:
+            return
+        if sandbox.state is not SandboxState.PAUSED or sandbox.instance is None:
+            raise SandboxStateError(f"the sandbox is {sandbox.row.state} and cannot be resumed", sandbox=sandbox.id)
+        await sandbox.move(SandboxState.RESUMING)
+        try:
+            await sandbox.instance.resume()
+        except BaseException:
+            await sandbox.move_anyway(SandboxState.PAUSED)
+            raise
+        await self.reach_agent(self.note_resumed())
+        await sandbox.move_anyway(SandboxState.RUNNING)
+        sandbox.arm()
+
+    @asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """Nothing inside runs within the block; afterwards it is as it was. Should this process end in between, the
+        next one finds the sandbox as it was being paused, and lets it go on."""
+        sandbox = self._sandbox
+        sandbox.check_alive()
+        if sandbox.state is SandboxState.PAUSED:
+            yield
+            return
+        began_s = self._services.clock.monotonic_s()
+        await self._stop()
+        try:
+            yield
+        finally:
+            await self._go_on(began_s)
+
+    async def _stop(self) -> None:
+        """Frozen, in state `pausing`; or it runs on and this raises."""
+        sandbox = self._sandbox
+        instance, link = sandbox.running_instance(), sandbox.open_link()
+        await sandbox.move(SandboxState.PAUSING)
+        try:
+            await sandbox.short.drain()
+            link.suspend()
+            with suppress(DsecError):
+                await (await link.client()).freeze_prepare()
+            await instance.pause(deadline_s=self._services.config.pause_deadline_s)
+        except BaseException:
+            link.resume()
+            with suppress(DsecError):
+                await (await link.client()).clock(paused_s=0.0)
+            await sandbox.move_anyway(SandboxState.RUNNING)
+            raise
+
+    async def _go_on(self, began_s: float) -> None:
+        sandbox = self._sandbox
+        instance = sandbox.instance
+        assert instance is not None
+        try:
+            await instance.resume()
+        except DsecError as error:
+            sandbox.open_link().resume()
+            sandbox.fail(EndCause.PLATFORM_FAILURE, f"it could not be let go on after a snapshot: {error.message}")
+            raise
+        await self.reach_agent(max(0.0, self._services.clock.monotonic_s() - began_s))
+        await sandbox.move_anyway(SandboxState.RUNNING)
+
+    async def reach_agent(self, paused_s: float) -> None:
+        """Tells the agent how long it slept. One that was frozen when this node started is connected to only now."""
+        sandbox = self._sandbox
+        link = sandbox.open_link()
+        link.resume()
+        try:
+            client = await link.open(tries=limits.RECONNECTS_MAX) if link.never_opened else await link.client()
+            with suppress(DeadlineError, UnavailableError):
+                await client.clock(paused_s=paused_s, wall_s=self._services.clock.wall_s())
+        except DsecError as error:
+            sandbox.fail(EndCause.SANDBOX_FAULT, f"its agent does not answer after a pause: {error.message}")
+            raise
+
+    def note_resumed(self) -> float:
+        """Both clocks go on; the row holds it until it is journalled with the next move."""
+        sandbox = self._sandbox
+        now = self._services.clock.monotonic_s()
+        sandbox.row, paused_s = resumed_row(sandbox.row, sandbox.lifetime, now)
+        return paused_s

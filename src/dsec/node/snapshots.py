@@ -1,0 +1,329 @@
+"""Snapshots of a node's sandboxes: taken, named, listed, found, removed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from dsec.backends.base import Capture, CapturedLayer, Instance, Keeps
+from dsec.core import limits
+from dsec.core.errors import (
+    CapacityError,
+    ConflictError,
+    DsecError,
+    IdempotencyError,
+    LimitError,
+    UnsupportedError,
+)
+from dsec.core.ids import new_snapshot_id
+from dsec.core.states import ENDED, SandboxState
+from dsec.node.environments import Environments, Hold
+from dsec.node.origins import Origin, origin_of
+from dsec.node.registry import Registry
+from dsec.node.rights import reaches
+from dsec.node.services import Services
+from dsec.node.snapshotstore import Place as SnapshotPlace
+from dsec.node.snapshotstore import SnapshotStore, decode_place, encode_place, not_found
+from dsec.node.supervisor import Supervisor
+from dsec.node.tasks import result_of
+from dsec.observe import metrics
+from dsec.observe.logs import get_logger
+from dsec.wire.codec import pack
+from dsec.wire.node import Caller
+from dsec.wire.snapshots import SnapshotInfo, SnapshotPage, SnapshotQuery, SnapshotRequest, SnapshotRow
+
+log = get_logger(__name__)
+
+_SCANNED_MAX: Final = 5_000  # looked at for one page; a page may come short, and then has a cursor
+_RETRY_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What a sandbox had on its disk, as layers; held until `hold` is released."""
+
+    hold: Hold
+    layers: tuple[str, ...]
+    made: CapturedLayer
+    frozen_ms: float
+
+
+@dataclass(slots=True)
+class _InFlight:
+    request_hash: bytes
+    task: asyncio.Task[SnapshotInfo]
+
+
+class Snapshots:
+    """`collect` removes layers that nothing names or uses. `changing` is held while what is named changes."""
+
+    def __init__(
+        self,
+        services: Services,
+        registry: Registry,
+        environments: Environments,
+        store: SnapshotStore,
+        collect: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._services = services
+        self._registry = registry
+        self._environments = environments
+        self._store = store
+        self._collect = collect
+        self._turn = asyncio.Semaphore(limits.SNAPSHOTS_AT_ONCE_MAX)
+        self._under_way = 0
+        self._in_flight: dict[tuple[str, str], _InFlight] = {}
+        self.changing = asyncio.Lock()
+
+    def layers(self) -> frozenset[str]:
+        """Digests that snapshots are made of."""
+        return self._store.layers()
+
+    # -- taking ------------------------------------------------------------------------------------
+
+    async def take(
+        self, sandbox: Supervisor, request: SnapshotRequest, caller: Caller, key: str | None
+    ) -> SnapshotInfo:
+        """Raises UnsupportedError, ConflictError (the name, or another snapshot of this sandbox is being made),
+        LimitError, CapacityError, FreezeTimeoutError, DeadlineError (it could not be copied in the time for which it
+        may stand still), GoneError, StorageError. The sandbox goes on in any case, and a failed one leaves nothing."""
+        hash = hashlib.sha256(pack((sandbox.id, request))).digest()
+        if key is None:
+            task = self._services.tasks.spawn(self._take(sandbox, request, caller, None, b""), awaited=True)
+            try:
+                return await result_of(task)
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+        scope = (sandbox.row.project, key)
+        running = self._in_flight.get(scope)
+        if running is None:
+            known = next((row for row in self._store if (row.info.project, row.key) == scope), None)
+            if known is not None:
+                if known.request_hash != hash:
+                    raise _mismatch(key)
+                return known.info
+            task = self._services.tasks.spawn(self._take(sandbox, request, caller, key, hash), awaited=True)
+            running = self._in_flight[scope] = _InFlight(hash, task)
+            task.add_done_callback(lambda _: self._in_flight.pop(scope, None))
+        elif running.request_hash != hash:
+            raise _mismatch(key)
+        return await result_of(running.task)
+
+    async def _take(
+        self, sandbox: Supervisor, request: SnapshotRequest, caller: Caller, key: str | None, hash: bytes
+    ) -> SnapshotInfo:
+        id = new_snapshot_id()
+        project, name = sandbox.row.project, request.name or id
+        self._store.reserve(project, name, id)
+        committing = False
+        try:
+            captured = await self.capture(sandbox)
+            try:
+                row = self._row(sandbox, captured, id, name, caller, key, hash)
+                committing = True
+                await result_of(self._services.tasks.spawn(self._commit(row), awaited=True, finishes=True))
+            finally:
+                captured.hold.release()
+        finally:
+            if not committing:
+                self._store.let_go(project, name)
+        log.info("snapshot taken", sandbox=sandbox.id, snapshot=id, frozen_ms=round(captured.frozen_ms, 1))
+        return row.info
+
+    async def _commit(self, row: SnapshotRow) -> None:
+        """Durable, and named. Its layers are held by the caller, or are in nobody's way until the next collection."""
+        async with self.changing:
+            try:
+                hold = await self._environments.hold(row.info.layers)
+            except DsecError:
+                self._store.let_go(row.info.project, row.info.name)
+                raise
+            try:
+                await asyncio.to_thread(self._store.write, row)
+                self._store.enter(row)
+            except BaseException:
+                self._store.let_go(row.info.project, row.info.name)
+                raise
+            finally:
+                hold.release()
+
+    def _row(
+        self,
+        sandbox: Supervisor,
+        captured: Captured,
+        id: str,
+        name: str,
+        caller: Caller,
+        key: str | None,
+        hash: bytes,
+    ) -> SnapshotRow:
+        row = sandbox.row
+        info = SnapshotInfo(
+            id=id,
+            name=name,
+            project=row.project,
+            sandbox=row.id,
+            substrate=str(row.spec.substrate),
+            environment="+".join(row.spec.environment.names()),
+            created_at=self._services.clock.wall_s(),
+            layers=captured.layers,
+            size_bytes=captured.made.size_bytes,
+            entries=captured.made.entries,
+            parent=row.snapshot,
+            frozen_ms=captured.frozen_ms,
+            notes=captured.made.notes,
+        )
+        return SnapshotRow(
+            info=info,
+            principal=caller.principal,
+            spec=row.spec,
+            env=row.image.env,
+            user=row.user,
+            workdir=row.workdir,
+            entrypoint=row.image.entrypoint,
+            command=row.image.command,
+            key=key,
+            request_hash=hash,
+        )
+
+    # -- capturing ---------------------------------------------------------------------------------
+
+    async def capture(self, sandbox: Supervisor) -> Captured:
+        """What it has on its disk now, as layers. Raises as `take` does."""
+        if sandbox.backend.capabilities.snapshot is Keeps.NOTHING:
+            raise UnsupportedError(f"this node takes no snapshots of {sandbox.row.spec.substrate} sandboxes")
+        if self._under_way >= limits.SNAPSHOTS_WAITING_MAX:
+            raise CapacityError(f"{self._under_way} snapshots are being made already", retry_after_s=_RETRY_S)
+        self._under_way += 1
+        try:
+            with sandbox.changing_disk("a snapshot of it is being made"):
+                async with self._turn:
+                    return await self._captured(sandbox)
+        except DsecError as error:
+            if sandbox.state in (SandboxState.DESTROYING, *ENDED):
+                raise sandbox.gone() from error
+            error.sandbox = error.sandbox or sandbox.id
+            raise
+        finally:
+            self._under_way -= 1
+
+    async def _captured(self, sandbox: Supervisor) -> Captured:
+        instance = await sandbox.present_instance()
+        below = sandbox.row.layers
+        if len(below) >= limits.LOWERS_MAX:
+            raise LimitError(
+                f"the sandbox has {limits.LOWERS_MAX} layers below it, and there can be no more",
+                hint="publish one of its snapshots, and go on from there",
+            )
+        held = await self._environments.hold(below)
+        try:
+            capture = await instance.snapshot()
+            try:
+                frozen_ms = await self._copy(sandbox, instance, capture)
+                made = await capture.keep()
+                layers = tuple(dict.fromkeys(reversed((*below, made.digest))))[::-1]
+                hold = await self._environments.hold(layers)
+            except BaseException:
+                await asyncio.shield(capture.close())
+                raise
+            # It only removes what was needed on the way: nobody has to wait for that.
+            self._services.tasks.spawn(_close(capture), finishes=True)
+            return Captured(hold, layers, made, frozen_ms)
+        finally:
+            held.release()
+
+    async def _copy(self, sandbox: Supervisor, instance: Instance, capture: Capture) -> float:
+        """How many milliseconds the sandbox stood still for it."""
+        if sandbox.state is SandboxState.RUNNING:
+            for _ in range(limits.SNAPSHOT_LOOKS_MAX):
+                if await capture.look():
+                    break
+        clock = self._services.clock
+
+        async def take() -> float:
+            if sandbox.instance is not instance:
+                sandbox.check_alive()
+            paused = sandbox.state is SandboxState.PAUSED
+            began_s = clock.monotonic_s()
+            async with sandbox.pausing.still():
+                copied = await capture.take(within_s=self._services.config.snapshot_freeze_s)
+            frozen_s = 0.0 if paused else clock.monotonic_s() - began_s
+            log.debug("a sandbox stood still", sandbox=sandbox.id, frozen_s=round(frozen_s, 6), copied_bytes=copied)
+            metrics.SNAPSHOT_FROZEN_SECONDS.observe(frozen_s)
+            return frozen_s * 1000
+
+        return await sandbox.serially(take)
+
+    # -- finding -----------------------------------------------------------------------------------
+
+    def find(self, reference: str, *, project: str | None, own: str) -> SnapshotRow:
+        """By name, of the caller's own project first, or by id. Raises NotFoundError, ConflictError."""
+        row = self._store.named(own, reference) or self._store.get(reference)
+        if row is not None and reaches(project, row.info.project):
+            return row
+        found = [row for row in self._store if row.info.name == reference and reaches(project, row.info.project)]
+        if len(found) > 1:
+            raise ConflictError(f"several snapshots are called {reference!r}", hint="use the id")
+        if not found:
+            raise not_found(reference)
+        return found[0]
+
+    def origin(self, reference: str, *, project: str | None, own: str) -> Origin:
+        """For a create or a rollback, which keep it from being removed by their rows. Raises as `find` does."""
+        return origin_of(self.find(reference, project=project, own=own))
+
+    def list(self, query: SnapshotQuery, *, project: str | None) -> SnapshotPage:
+        last = SnapshotPlace(0.0, "") if query.cursor is None else decode_place(query.cursor)
+        found: list[SnapshotInfo] = []
+        for scanned, (place, row) in enumerate(self._store.after(last)):
+            if len(found) == query.limit or scanned == _SCANNED_MAX:
+                return SnapshotPage(found, encode_place(last))
+            last = place
+            if reaches(project, row.info.project) and query.sandbox in (None, row.info.sandbox):
+                found.append(row.info)
+        return SnapshotPage(found, None)
+
+    # -- removing ----------------------------------------------------------------------------------
+
+    async def remove(self, reference: str, *, project: str | None, own: str) -> None:
+        """Raises ConflictError while sandboxes that were made from it live, and says which."""
+        work = self._remove(reference, project=project, own=own)
+        await result_of(self._services.tasks.spawn(work, awaited=True, finishes=True))
+
+    async def _remove(self, reference: str, *, project: str | None, own: str) -> None:
+        async with self.changing:
+            row = self.find(reference, project=project, own=own)
+            children = [sandbox.id for sandbox in self._registry if sandbox.row.snapshot == row.info.id]
+            if children:
+                shown = ", ".join(itertools.islice(children, 3)) + (" …" if len(children) > 3 else "")
+                raise ConflictError(
+                    f"{len(children)} sandboxes are on snapshot {row.info.name!r}: {shown}",
+                    hint="destroy them first",
+                    detail={"sandboxes": children[: limits.LIST_PAGE_MAX]},
+                )
+            self._store.withdraw(row)
+            try:
+                await asyncio.to_thread(self._store.unlink, row)
+            except BaseException:
+                self._store.enter(row)
+                raise
+            self._store.let_go(row.info.project, row.info.name)
+        log.info("snapshot removed", snapshot=row.info.id)
+        await self._collect()
+
+
+async def _close(capture: Capture) -> None:
+    with suppress(DsecError):  # what it leaves is removed at the next start
+        await capture.close()
+
+
+def _mismatch(key: str) -> IdempotencyError:
+    return IdempotencyError(
+        f"the idempotency key {key[:80]!r} was used for a different request", hint="use a fresh key for every snapshot"
+    )
