@@ -179,3 +179,4 @@ def test_a_layer_that_a_store_lacks_or_garbles_is_not_attached(site: Site) -> No
 
     assert site.layers.digests() == []
     assert site.attach().digest == site.digest
+    assert site.layers.record(site.digest).origin == site.store.url

@@ -30,6 +30,7 @@ from dsec.serve.config import ServeConfig
 from dsec.serve.imagined import ImaginedEnvironments
 from dsec.storage.loader import Loader
 from dsec.storage.remote import RemoteLayers
+from dsec.storage.store.trusted import trusted_stores
 
 log = get_logger(__name__)
 
@@ -121,4 +122,5 @@ class LocalService:
         )
         self._stack.callback(loader.close)  # it runs on: sandboxes read through it
         registries = config.registries.settings()
-        return StoredEnvironments(EnvironmentStore(state), RemoteLayers(loader), registries=registries)
+        remote = RemoteLayers(loader, trusted=trusted_stores(storage.stores))
+        return StoredEnvironments(EnvironmentStore(state), remote, registries=registries)

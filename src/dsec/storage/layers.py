@@ -64,6 +64,7 @@ class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
     entries: int
     created_at: float
     remote: RemoteBlob | None = None
+    origin: str | None = None  # URL of the store that it came from; None: made here
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from dsec.storage.loader import Loader
 from dsec.storage.store import format
 from dsec.storage.store.places import Location, Place, open_place
 from dsec.storage.store.publish import read_trace, write_trace
+from dsec.storage.store.trusted import ANY_STORE, TrustedStores
 from dsec.wire.loader import (
     TRACE_CHUNKS_MAX,
     AddAnswer,
@@ -50,8 +51,9 @@ class _Served:
 class RemoteLayers:
     """Serves layers through the loader; each once, however many environments have it."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, *, trusted: TrustedStores = ANY_STORE) -> None:
         self.loader = loader
+        self.trusted = trusted
         self._mutex = threading.Lock()  # for the next
         self._flights: dict[str, threading.Lock] = {}  # of a layer each: a store that is slow holds up its layers only
         self._served: dict[str, _Served] = {}
@@ -59,7 +61,8 @@ class RemoteLayers:
         self._failures: dict[str, tuple[StoreFailure, int]] = {}  # with how often something had been fetched
 
     def serve(self, layer: LayerLocation) -> str:
-        """The file of the layer's data. Raises StorageError, UnavailableError (store or loader), HostError."""
+        """The file of the layer's data. Raises StorageError, UnavailableError (store or loader), HostError, and
+        ForbiddenError for a layer of a store that is trusted no longer."""
         assert layer.remote is not None
         assert layer.index is not None
         with self._flight(layer.digest):
@@ -166,6 +169,7 @@ class RemoteLayers:
             return self._flights.setdefault(digest, threading.Lock())
 
     def _place(self, url: str) -> Place:
+        self.trusted.check(url)
         if url not in self._places:
             self._places[url] = open_place(url)
         return self._places[url]

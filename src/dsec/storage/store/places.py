@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from dsec.core import limits
 from dsec.core.errors import (
@@ -86,6 +86,16 @@ class Location:
 
 def open_place(url: str) -> Place:
     """The store at `file:///directory`, `http(s)://host/path` or `s3://bucket/prefix`."""
+    parts = check_store_url(url)
+    if parts.scheme == "file":
+        return DirectoryPlace(Path(unquote(parts.path)))
+    if parts.scheme == "s3":
+        return BucketPlace(parts.netloc, parts.path.strip("/"))
+    return WebPlace(url)
+
+
+def check_store_url(url: str) -> SplitResult:
+    """Raises InvalidArgumentError for what cannot be the URL of a store."""
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.query or parts.fragment:
         # It would be in messages and on disks, where others read it.
@@ -93,11 +103,11 @@ def open_place(url: str) -> Place:
             "the URL of a store has no user, password, query or fragment", hint="credentials are the node's own"
         )
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path.startswith("/"):
-        return DirectoryPlace(Path(unquote(parts.path)))
+        return parts
     if parts.scheme in ("http", "https") and parts.hostname:
-        return WebPlace(url)
+        return parts
     if parts.scheme == "s3" and parts.netloc:
-        return BucketPlace(parts.netloc, parts.path.strip("/"))
+        return parts
     raise InvalidArgumentError(
         f"{url[:200]!r} is not a store", hint="file:///directory, https://host/path or s3://bucket/prefix"
     )

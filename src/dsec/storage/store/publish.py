@@ -134,6 +134,7 @@ def attach_layer(layers: LayerStore, digest: str, place: Place) -> LayerLocation
             entries=manifest.entries,
             created_at=manifest.created_at,
             remote=remote,
+            origin=place.url,
         )
         with layers.publishing():
             return layers.publish(staged, record)
