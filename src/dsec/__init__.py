@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dsec.core.errors import DsecError as DsecError
     from dsec.core.spec import Environment as Environment
     from dsec.core.spec import ReadyProbe as ReadyProbe
+    from dsec.core.spec import VolumeMount as VolumeMount
     from dsec.sdk.client import AsyncClient as AsyncClient
     from dsec.sdk.client import AsyncCreated as AsyncCreated
     from dsec.sdk.environments import BASE_PACKAGES as BASE_PACKAGES
@@ -61,10 +62,12 @@ if TYPE_CHECKING:
     from dsec.sdk.sync import Snapshot as Snapshot
     from dsec.sdk.sync import Snapshots as Snapshots
     from dsec.sdk.sync import Tokens as Tokens
+    from dsec.sdk.sync import Volumes as Volumes
     from dsec.sdk.sync import Watch as Watch
     from dsec.sdk.sync import create_many as create_many
     from dsec.sdk.tokens import AsyncTokens as AsyncTokens
     from dsec.sdk.transfer import Transfer as Transfer
+    from dsec.sdk.volumes import AsyncVolumes as AsyncVolumes
     from dsec.wire import records as _records
     from dsec.wire.environments import BuildEvent as BuildEvent
     from dsec.wire.environments import DebianSource as DebianSource
@@ -92,6 +95,7 @@ if TYPE_CHECKING:
     from dsec.wire.records import SessionInfo as SessionInfo
     from dsec.wire.records import TtySize as TtySize
     from dsec.wire.records import WatchNotice as WatchNotice
+    from dsec.wire.volumes import VolumeInfo as VolumeInfo
     from dsec.wire.snapshots import SnapshotInfo as SnapshotInfo
 
     SandboxInfo = _records.Sandbox
@@ -112,6 +116,7 @@ _NAMES: Final[dict[str, str]] = {
     "AsyncSnapshot": "dsec.sdk.snapshots",
     "AsyncSnapshots": "dsec.sdk.snapshots",
     "AsyncTokens": "dsec.sdk.tokens",
+    "AsyncVolumes": "dsec.sdk.volumes",
     "AsyncWatch": "dsec.sdk.files",
     "BuildEvent": "dsec.wire.environments",
     "Chunk": "dsec.sdk.results",
@@ -159,6 +164,9 @@ _NAMES: Final[dict[str, str]] = {
     "Tokens": "dsec.sdk.sync",
     "Transfer": "dsec.sdk.transfer",
     "TtySize": "dsec.wire.records",
+    "VolumeInfo": "dsec.wire.volumes",
+    "VolumeMount": "dsec.core.spec",
+    "Volumes": "dsec.sdk.sync",
     "Watch": "dsec.sdk.sync",
     "WatchNotice": "dsec.wire.records",
     "create_many": "dsec.sdk.sync",

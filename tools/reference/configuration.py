@@ -72,10 +72,13 @@ def _walk(record: type[msgspec.Struct], table: str) -> Iterator[Setting]:
             yield from _walk(field.type, f"{table}.{field.name}" if table else field.name)
         else:
             kind = "text, …" if "tuple" in str(field.type) else kind_of(field.type).replace("str", "text")
+            kind = "table of texts" if field.default_factory is dict else kind
             yield Setting(table, field.name, kind, _default(field), meanings.get(field.name, ""))
 
 
 def _default(field: Any) -> str:
+    if field.default_factory is dict:
+        return "none"
     if field.default is msgspec.NODEFAULT:
         return _DIRECTORIES[field.name]
     if field.default is None:

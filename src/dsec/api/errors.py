@@ -24,6 +24,7 @@ STATUS: Final[dict[str, int]] = {
     "exec_not_found": 404,
     "environment_not_found": 404,
     "session_not_found": 404,
+    "volume_not_found": 404,
     "path_not_found": 404,
     "conflict": 409,
     "idempotency_mismatch": 409,

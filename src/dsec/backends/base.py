@@ -35,7 +35,9 @@ class Capabilities:
     cpu_limit: bool = False
     pids_limit: bool = False
     warm: bool = False  # instances can be made before anybody asks, and claimed (`shape`, `claim`)
-    disk_limit: str | None = None  # mechanism: "tmpfs", "btrfs", … ; None: not enforced
+    disk_limit: str | None = None  # mechanism: "project", "image", "tmpfs"; None: not enforced
+    disk_limit_reason: str = ""  # why it is none, or no cheaper one
+    volumes: bool = False  # directories of the node can be mounted into instances
     resource_view: str = "host"  # live | static | host (ruling 16)
     resource_view_reason: str = ""  # why it is no better
 
@@ -61,6 +63,17 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class VolumeSource:
+    """A directory of the node that is to be at a path of the instance."""
+
+    path: str  # in the instance
+    source: str  # the directory; with an image only its name
+    image: str | None = None  # file with an ext4
+    inode: int = 0  # of the directory, so that another one is not taken for it
+    readonly: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceSpec:
     """One instance as a backend gets it: the environment is resolved, defaults are filled in."""
 
@@ -72,6 +85,7 @@ class InstanceSpec:
     user: str | None
     workdir: str | None
     spare: bool = False  # for nobody yet: it runs nothing before it is claimed
+    volumes: tuple[VolumeSource, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

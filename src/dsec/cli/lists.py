@@ -9,8 +9,23 @@ import typer
 
 from dsec.cli.completion import complete_environment, complete_sandbox
 from dsec.cli.console import Json, age, client, find_id, parse_pairs, put_json, run_async, say, settings, table
-from dsec.cli.options import Cpu, Disk, Env, Labels, Memory, Name, Pids, Substrate, TtlIdle, TtlRunning, User
+from dsec.cli.options import (
+    Cpu,
+    Datasets,
+    Disk,
+    Env,
+    Labels,
+    Memory,
+    Name,
+    Pids,
+    Substrate,
+    TtlIdle,
+    TtlRunning,
+    User,
+    Volumes,
+)
 from dsec.cli.pages import command
+from dsec.cli.volumes import mounts
 
 _STATES = ("creating", "running", "pausing", "paused", "resuming", "destroying", "gone", "failed")
 
@@ -31,6 +46,8 @@ def create(
     disk: Disk = None,
     pids: Pids = 1024,
     env: Env = None,
+    volume: Volumes = None,
+    dataset: Datasets = None,
     user: User = None,
     workdir: Annotated[
         str | None, typer.Option(metavar="DIR", help="In which its commands begin.", show_default=False)
@@ -82,6 +99,7 @@ def create(
                 keepalive=keepalive,
                 start=start,
                 ready=None if ready_port is None and ready_shell is None else probe,
+                volumes=mounts(volume, dataset),
                 timeout_s=timeout,
             )
             if settings.json:

@@ -26,6 +26,7 @@ from dsec.cli import (
     shell,
     tokens,
     top,
+    volumes,
 )
 from dsec.cli.console import complain, fail, settings
 from dsec.core.variables import unknown_variables
@@ -81,6 +82,7 @@ for part in (service, doctor, processes, logs, top, lists, shell, files):
     part.register(app)
 app.add_typer(environments.app, name="env")
 app.add_typer(images.app, name="image")
+app.add_typer(volumes.app, name="volume")
 app.add_typer(tokens.app, name="token")
 for part in (completion, manual):
     part.register(app)

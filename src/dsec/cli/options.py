@@ -20,6 +20,16 @@ Substrate = Annotated[
 Cpu = Annotated[float, typer.Option(metavar="CORES", help="Processor cores, such as 0.5.")]
 Memory = Annotated[str, typer.Option(metavar="SIZE", help="Such as 512MiB.")]
 Disk = Annotated[str | None, typer.Option(metavar="SIZE", help="Such as 10GiB. Refused where it cannot be enforced.")]
+Volumes = Annotated[
+    list[str] | None,
+    typer.Option("--volume", metavar="NAME:/PATH[:ro]", help="A volume to mount. May be repeated.", show_default=False),
+]
+Datasets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dataset", metavar="NAME:/PATH", help="A dataset of the node to mount. May be repeated.", show_default=False
+    ),
+]
 Pids = Annotated[int, typer.Option(metavar="COUNT", help="Processes and threads at once.")]
 Env = Annotated[
     list[str] | None,

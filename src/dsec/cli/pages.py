@@ -220,6 +220,28 @@ PAGES: Final[dict[str, Page]] = {
         (("dsec env trace tools", "into the store that it came from"),),
         "an EnvironmentTrace record",
     ),
+    "volume create": Page(
+        "It belongs to your project and outlives sandboxes. With --size no more can be written in it, in bytes and in "
+        "files; refused where that cannot be kept. --owner for images whose programs do not run as root. Needs the "
+        "right admin.",
+        (
+            ("dsec volume create data --size 10GiB", "a directory for up to 10 GiB"),
+            ("dsec volume create cache --owner 1000", "which user 1000 may write in"),
+        ),
+        "a VolumeInfo record",
+    ),
+    "volume ls": Page(
+        "USED of a volume without a limit is counted only by `dsec volume show`. Datasets are directories of the node "
+        "that its configuration names; every sandbox may read them.",
+        (("dsec volume ls", "yours, and the node's datasets"),),
+        "a list of VolumeInfo records",
+    ),
+    "volume show": Page("", (("dsec volume show data", "its size, and who has it"),), "a VolumeInfo record"),
+    "volume rm": Page(
+        "Refused while a sandbox has it. There is no way back. Needs the right admin.",
+        (("dsec volume rm data", "with all that is in it"),),
+        "removed: a list of names",
+    ),
     "token create": Page(
         "The token is printed, this once. Needs the right admin.",
         (("dsec token create ci --project /team --ttl 86400", "for a day, for one project"),),

@@ -20,8 +20,9 @@ from dsec.cli.console import (
     say,
     settings,
 )
-from dsec.cli.options import Cpu, Disk, Env, Environment, Memory, Pids, Substrate, User
+from dsec.cli.options import Cpu, Datasets, Disk, Env, Environment, Memory, Pids, Substrate, User, Volumes
 from dsec.cli.pages import command as register_command
+from dsec.cli.volumes import mounts
 
 if TYPE_CHECKING:
     from dsec.sdk.process import AsyncProcess
@@ -61,6 +62,8 @@ def run(
     memory: Memory = "1GiB",
     disk: Disk = None,
     pids: Pids = 1024,
+    volume: Volumes = None,
+    dataset: Datasets = None,
     env: Env = None,
     secrets: Secrets = None,
     user: User = None,
@@ -82,6 +85,7 @@ def run(
                 memory=memory,
                 disk=disk,
                 pids=pids,
+                volumes=mounts(volume, dataset),
                 user=user,
                 ttl_idle_s=3_600.0,
             )

@@ -10,6 +10,7 @@ DsecError                          outcome says what the world looks like now
 │   ├── ExecNotFoundError
 │   ├── EnvironmentNotFoundError
 │   ├── SessionNotFoundError
+│   ├── VolumeNotFoundError
 │   └── PathNotFoundError          a path inside a sandbox
 ├── ConflictError                  the thing exists, is in use, or is in another state
 │   ├── IdempotencyError           the key was used for a different request
@@ -135,6 +136,12 @@ class SessionNotFoundError(NotFoundError):
     """The sandbox has no live session of that name."""
 
     code = "session_not_found"
+
+
+class VolumeNotFoundError(NotFoundError):
+    """No volume, or no dataset, of that name for this project on this node."""
+
+    code = "volume_not_found"
 
 
 class PathNotFoundError(NotFoundError):

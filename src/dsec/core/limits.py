@@ -65,6 +65,7 @@ READY_TIMEOUT_S_MAX: Final = CREATE_TIMEOUT_S_MAX  # the create that waits for i
 BATCH_ITEMS_MAX: Final = 10_000  # one batch of creates; its results are streamed, its specs are held at once
 SECRETS_MAX: Final = 128  # of one exec; held in the node's memory only
 SECRET_BYTES_MAX: Final = 64 * KIB  # fits keys and certificates, and the exec's request frame
+VOLUMES_PER_SANDBOX_MAX: Final = 16  # each is a mount of its namespace, copied with it at its creation
 LOWERS_MAX: Final = 64  # layers below one overlay; each is a descriptor in the launcher and a look-up in the kernel
 
 # Node
@@ -86,6 +87,13 @@ RECONNECTS_MAX: Final = 5  # tries to get a sandbox's channel back before it has
 CHANNEL_LOSSES_MAX: Final = 10  # in a row, each soon after hello: beyond, an agent makes its node connect for ever
 CHANNEL_CALM_S: Final = 10.0  # a channel that lasted as long was a good one
 DESTROY_RETRY_S_MAX: Final = 60.0  # between tries to remove what could not be removed
+
+# Volumes
+VOLUMES_MAX: Final = 10_000  # of one node; each is a directory that a listing reads
+VOLUME_BYTES_MIN: Final = 16 * MIB  # below this an ext4 with a journal has no room for anything else
+DATASETS_MAX: Final = 1_000  # in the configuration of one node; all are told in one answer
+QUOTA_BYTES_PER_INODE: Final = 8 * KIB  # a limit in bytes is one of files, too: each takes more than its content
+QUOTA_INODES_MIN: Final = 1_024  # so that a small limit still holds a small checkout
 
 # Environments
 # Snapshots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -21,6 +22,9 @@ class Substrate(enum.StrEnum):
     MICROVM = "microvm"
     FULLVM = "fullvm"
     FAKE = "fake"  # in-memory; for tests and simulation, refused by a node that is not told to offer it
+
+
+_NO_VOLUMES = frozenset({"/", "/proc", "/sys", "/dev"})  # the launcher mounts there
 
 
 class NetworkMode(enum.StrEnum):
@@ -77,6 +81,37 @@ class ReadyProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         _within("timeout_s", self.timeout_s, 0.001, limits.READY_TIMEOUT_S_MAX, "seconds")
 
 
+class VolumeMount(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A named volume of the project, or a dataset of the node, at a path of the sandbox.
+
+    The path is made where the environment has none. A dataset is read-only, whatever is asked.
+    """
+
+    name: str
+    path: str
+    readonly: bool = False
+    dataset: bool = False
+
+    def __post_init__(self) -> None:
+        parse_name(self.name, "dataset name" if self.dataset else "volume name")
+        try:
+            self.path.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgumentError("the path of a volume must be UTF-8") from error
+        check_path(self.path, "path of a volume")
+        parts = self.path.split("/")
+        if parts[0] or "" in parts[1:] or "." in parts or ".." in parts:
+            raise InvalidArgumentError(
+                f"the path of a volume must be absolute and plain, and is {self.path[:80]!r}", hint="such as /data"
+            )
+        if any(len(part.encode("utf-8", "surrogatepass")) > limits.NAME_BYTES_MAX for part in parts):
+            raise LimitError(f"a name in the path of a volume has at most {limits.NAME_BYTES_MAX} bytes")
+        if f"/{parts[1]}" in _NO_VOLUMES or self.path == "/etc":
+            raise InvalidArgumentError(
+                f"no volume can be at {self.path[:80]!r}", hint="/proc, /sys, /dev and /etc are the sandbox's own"
+            )
+
+
 class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One sandbox as asked for. Sizes in bytes, durations in seconds; None means "none".
 
@@ -101,6 +136,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     keepalive: bool = False  # background processes count against idleness (ruling 18)
     start: bool = False  # runs the environment's ENTRYPOINT and CMD, as exec "main"
     ready: ReadyProbe | None = None  # the create returns once it succeeds
+    volumes: tuple[VolumeMount, ...] = ()
 
     def __post_init__(self) -> None:
         _within("cpu", self.cpu, limits.CPU_MIN, limits.CPU_MAX, "cores")
@@ -117,6 +153,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             parse_name(self.name, "sandbox name")
         check_env(self.env)
         check_labels(self.labels)
+        check_volumes(self.volumes)
         if self.workdir is not None:
             check_path(self.workdir, "workdir")
             if not self.workdir.startswith("/"):
@@ -144,6 +181,25 @@ def check_env(env: dict[str, str]) -> None:
             raise InvalidArgumentError(f"environment variable {str(key)[:40]!r} must map text to text")
         if not key or "=" in key or "\0" in key or "\0" in value:
             raise InvalidArgumentError(f"environment variable {key[:40]!r} is empty or holds '=' or NUL")
+
+
+def check_volumes(volumes: tuple[VolumeMount, ...]) -> None:
+    """Raises LimitError or InvalidArgumentError for too many, or for one that would lie in another."""
+    if len(volumes) > limits.VOLUMES_PER_SANDBOX_MAX:
+        raise LimitError(f"at most {limits.VOLUMES_PER_SANDBOX_MAX} volumes in a sandbox, not {len(volumes)}")
+    paths = sorted(f"{volume.path}/" for volume in volumes)
+    for above, below in pairwise(paths):
+        if below.startswith(above):
+            raise InvalidArgumentError(f"two volumes are at or below {above[:-1][:80]!r}")
+
+
+def parse_volume(text: str, *, dataset: bool = False) -> VolumeMount:
+    """`NAME:/path` or `NAME:/path:ro`. Raises InvalidArgumentError."""
+    name, colon, rest = text.partition(":")
+    path, _, how = rest.partition(":")
+    if not colon or how not in ("", "ro", "rw") or (dataset and how == "rw"):
+        raise InvalidArgumentError(f"{text[:80]!r} is no volume", hint="NAME:/path, or NAME:/path:ro")
+    return VolumeMount(name, path, readonly=how == "ro", dataset=dataset)
 
 
 def check_labels(labels: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class NodeConfig:
     adopts_at_once_max: int = 32
     snapshot_freeze_s: float = 30.0  # a sandbox that stands still for longer goes on, and its snapshot has failed
     warm: WarmConfig = WarmConfig()
+    datasets: Mapping[str, Path] = field(default_factory=dict)  # directories of the host that sandboxes may read
 
     def __post_init__(self) -> None:
         if not 1 <= self.sandboxes_max <= limits.SANDBOXES_PER_NODE_MAX:

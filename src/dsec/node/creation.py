@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsec.backends.base import Backend, Instance, InstanceSpec
 from dsec.core import limits
@@ -205,8 +205,10 @@ class Creation:
         if spec.disk_bytes is not None and backend.capabilities.disk_limit is None:
             raise UnsupportedError(
                 f"{spec.substrate} sandboxes on this node cannot be held to a disk limit",
-                hint="leave disk out, or set disk = 'tmpfs' for containers in the node's configuration",
+                hint="leave disk out, or see what `dsec doctor` says of the disk limit",
             )
+        if spec.volumes and not backend.capabilities.volumes:
+            raise UnsupportedError(f"{spec.substrate} sandboxes on this node cannot have volumes")
         return backend
 
     async def _reserve(
@@ -224,6 +226,7 @@ class Creation:
         refused = refusal(spec, self._room())
         if refused is not None:
             raise refused
+        self._services.volumes.check(spec, caller.project)
         row = SandboxRow(
             id=new_sandbox_id(services.journal.node_id),
             project=caller.project,
@@ -277,6 +280,10 @@ class Creation:
                         sandbox.settle(resolved)
                         program = main_request(sandbox.id, sandbox.row.spec, resolved)
                         wanted = _instance_spec(sandbox, resolved, self._services.journal.node_id)
+                        if sandbox.row.spec.volumes:
+                            step = "volumes"
+                            sources = await self._services.volumes.sources(sandbox.row.spec, sandbox.row.project)
+                            wanted = replace(wanted, volumes=sources)
                         step = "claim"
                         done_ms = create_ms if program is None else None
                         # Spares are made of environments.

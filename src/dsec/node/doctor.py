@@ -56,12 +56,13 @@ def _of_probe(substrate: str, probe: Probe) -> list[Finding]:
 def _disk_limit(able: Capabilities) -> Finding:
     what = f"{able.substrate}: disk limit"
     if able.disk_limit is not None:
-        return Finding(what=what, status=OK, detail=able.disk_limit)
+        return Finding(what=what, status=OK, detail=": ".join(filter(None, (able.disk_limit, able.disk_limit_reason))))
     return Finding(
         what=what,
         status=DEGRADED,
-        detail="none",
-        hint="[container] disk = 'tmpfs' in the configuration keeps their files in memory, with a limit",
+        detail=f"none: {able.disk_limit_reason}" if able.disk_limit_reason else "none",
+        hint="[container] disk = 'auto' in the configuration, with e2fsprogs and loop devices, or a project quota; "
+        "disk = 'tmpfs' keeps their files in memory, with a limit",
         cost="a create that asks for one is refused, and one sandbox can fill the disk down to the reserve",
     )
 

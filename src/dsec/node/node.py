@@ -34,9 +34,11 @@ from dsec.node.snapshotstore import SnapshotStore
 from dsec.node.supervisor import Supervisor
 from dsec.node.tasks import Tasks
 from dsec.node.view import gone_error
+from dsec.node.volumes import Volumes
 from dsec.node.warmpool import WarmPool
 from dsec.observe.logs import get_logger
 from dsec.storage.space import free_bytes
+from dsec.storage.volumes import VolumeStore
 from dsec.wire.records import NodeLoad
 
 log = get_logger(__name__)
@@ -87,6 +89,7 @@ class Node:
         self.adoption: Adoption
         self.snapshots: Snapshots
         self.warm: WarmPool
+        self.volumes: Volumes
         self._services: Services
         self._reaper: Reaper
 
@@ -115,6 +118,9 @@ class Node:
     async def _start(self) -> None:
         boot = self._boot_id or boot_id()
         self._reaper = Reaper(self.clock, self._sleep, self._expire)
+        self.volumes = Volumes(
+            VolumeStore(self.config.state_dir), self.config.datasets, self.registry, self.clock, self._tasks
+        )
         self._services = Services(
             config=self.config,
             journal=self.journal,
@@ -124,6 +130,7 @@ class Node:
             schedule=self._reaper.schedule,
             forget=self._forget,
             has_room=self._has_room_for_records,
+            volumes=self.volumes,
         )
         self.backends = self._make_backends(self.journal.node_id)
         self.warm = WarmPool(self._services, self.backends.__getitem__, self.environments, self.room, boot)
@@ -147,6 +154,7 @@ class Node:
         await self.journal.prune(self.clock.wall_s())
         self._reaper.start(self._tasks)
         self.warm.start()
+        self._tasks.spawn(self.volumes.clean())
         self._tasks.spawn(self._housekeep())
         self._tasks.spawn(self._tidy_environments())
         self.started_at = self.clock.wall_s()

@@ -20,10 +20,14 @@ _READ: Final = (
     Method.ENVIRONMENT_LIST,
     Method.ENVIRONMENT_GET,
     Method.ENVIRONMENT_STATS,
+    Method.VOLUME_LIST,
+    Method.VOLUME_GET,
     Method.SNAPSHOT_LIST,
     Method.SNAPSHOT_GET,
 )
 _ADMIN: Final = (
+    Method.VOLUME_CREATE,
+    Method.VOLUME_REMOVE,
     Method.ENVIRONMENT_REMOVE,
     Method.ENVIRONMENT_BUILD,
     Method.ENVIRONMENT_PUSH,

@@ -30,6 +30,7 @@ from dsec.node.listing import list_sandboxes
 from dsec.node.node import Node
 from dsec.node.rights import check_rights, check_source, check_store_of, check_target, project_seen
 from dsec.node.supervisor import Supervisor
+from dsec.node.volumes import project_named
 from dsec.observe.context import ids
 from dsec.observe.logs import get_logger
 from dsec.wire import node as wire
@@ -38,6 +39,7 @@ from dsec.wire.codec import pack, unpack
 from dsec.wire.environments import BuildRequest, EnvironmentPage, EnvironmentRef, PushRequest
 from dsec.wire.images import ExportRequest
 from dsec.wire.node import Caller, Done, Method, Stream
+from dsec.wire.volumes import VolumePage, VolumeRef, VolumeRequest
 
 log = get_logger(__name__)
 
@@ -80,6 +82,10 @@ class Service:
             Method.SNAPSHOT_LIST: (snapshots.SnapshotQuery, self._snapshot_list),
             Method.SNAPSHOT_GET: (snapshots.SnapshotRef, self._snapshot_get),
             Method.SNAPSHOT_REMOVE: (snapshots.SnapshotRef, self._snapshot_remove),
+            Method.VOLUME_CREATE: (VolumeRequest, self._volume_create),
+            Method.VOLUME_LIST: (wire.Nothing, self._volume_list),
+            Method.VOLUME_GET: (VolumeRef, self._volume_get),
+            Method.VOLUME_REMOVE: (VolumeRef, self._volume_remove),
             Method.DOCTOR: (wire.Nothing, self._doctor),
             Method.HEALTH: (wire.Nothing, self._health),
             **{method: (wire.FileCall, self._file_call(method)) for method in _FILE_CALLS},
@@ -377,6 +383,19 @@ class Service:
 
     async def _snapshot_remove(self, request: snapshots.SnapshotRef, caller: Caller, _: str | None) -> Done:
         await self._node.snapshots.remove(request.snapshot, project=project_seen(caller), own=caller.project)
+        return Done()
+
+    async def _volume_create(self, request: VolumeRequest, caller: Caller, _: str | None) -> Any:
+        return await self._node.volumes.create(request, caller.project)
+
+    async def _volume_list(self, request: wire.Nothing, caller: Caller, _: str | None) -> VolumePage:
+        return VolumePage(await self._node.volumes.list(project_seen(caller)))
+
+    async def _volume_get(self, request: VolumeRef, caller: Caller, _: str | None) -> Any:
+        return await self._node.volumes.get(request.name, project_named(caller, request.project))
+
+    async def _volume_remove(self, request: VolumeRef, caller: Caller, _: str | None) -> Done:
+        await self._node.volumes.remove(request.name, project_named(caller, request.project))
         return Done()
 
     async def _doctor(self, request: wire.Nothing, caller: Caller, _: str | None) -> records.DoctorReport:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dsec.core.clock import Clock
 from dsec.node.config import NodeConfig
 from dsec.node.journal import Journal
 from dsec.node.tasks import Tasks
+
+if TYPE_CHECKING:
+    from dsec.node.volumes import Volumes
 
 Sleep = Callable[[float], Awaitable[None]]
 
@@ -25,4 +29,5 @@ class Services:
     schedule: Callable[[str, float], None]  # wake the reaper for a sandbox (monotonic time)
     forget: Callable[[str], None]  # a sandbox of this id has ended, and nothing of it is left
     has_room: Callable[[], bool]  # for more recorded output
+    volumes: Volumes
     closing: bool = False

@@ -32,6 +32,7 @@ from dsec.sdk.sandbox import AsyncSandbox
 from dsec.sdk.snapshots import AsyncSnapshot, AsyncSnapshots
 from dsec.sdk.tokens import AsyncTokens
 from dsec.sdk.transport import Transport
+from dsec.sdk.volumes import AsyncVolumes
 from dsec.wire import api
 from dsec.wire.errors import ErrorBody, error_of
 from dsec.wire.records import BatchItem, BatchRequest, CreateRequest, DoctorReport, Health, SandboxPage
@@ -62,6 +63,7 @@ class AsyncClient:
     def __init__(self, url: str | None = None, token: str | None = None, *, request_timeout_s: float = 60.0) -> None:
         self._transport = Transport(find_endpoint(url, token), request_timeout_s=request_timeout_s)
         self._environments = AsyncEnvironments(self._transport)
+        self._volumes = AsyncVolumes(self._transport)
         self._tokens = AsyncTokens(self._transport)
         self._snapshots = AsyncSnapshots(self, self._transport)
 
@@ -82,6 +84,11 @@ class AsyncClient:
     def snapshots(self) -> AsyncSnapshots:
         """What sandboxes had on their disks, kept by name."""
         return self._snapshots
+
+    @property
+    def volumes(self) -> AsyncVolumes:
+        """Directories that outlive sandboxes."""
+        return self._volumes
 
     @property
     def tokens(self) -> AsyncTokens:

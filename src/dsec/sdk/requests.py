@@ -11,7 +11,15 @@ import msgspec
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.ids import new_exec_id
-from dsec.core.spec import Environment, NetworkMode, ReadyProbe, SandboxSpec, Substrate
+from dsec.core.spec import (
+    Environment,
+    NetworkMode,
+    ReadyProbe,
+    SandboxSpec,
+    Substrate,
+    VolumeMount,
+    parse_volume,
+)
 from dsec.core.units import parse_size
 from dsec.wire.records import ExecRequest, TtySize
 
@@ -40,6 +48,7 @@ class CreateOptions(TypedDict, total=False):
     keepalive: bool
     start: bool
     ready: Mapping[str, Any] | ReadyProbe | None
+    volumes: Sequence[str | VolumeMount]
 
 
 def make_spec(
@@ -62,6 +71,7 @@ def make_spec(
     keepalive: bool = False,
     start: bool = False,
     ready: Mapping[str, Any] | ReadyProbe | None = None,
+    volumes: Sequence[str | VolumeMount] = (),
 ) -> SandboxSpec:
     return SandboxSpec(
         environment=environment if isinstance(environment, Environment) else Environment(base=environment),
@@ -82,6 +92,7 @@ def make_spec(
         keepalive=keepalive,
         start=start,
         ready=_probe(ready),
+        volumes=tuple(volume if isinstance(volume, VolumeMount) else parse_volume(volume) for volume in volumes),
     )
 
 

@@ -11,7 +11,7 @@ from dsec.core import limits
 from dsec.core.errors import (
     DsecError,
 )
-from dsec.core.spec import Environment, ReadyProbe
+from dsec.core.spec import Environment, ReadyProbe, VolumeMount
 from dsec.sdk import transfer
 from dsec.sdk.blocking import Blocking, portal, unwrap
 from dsec.sdk.client import AsyncClient, AsyncCreated
@@ -28,6 +28,7 @@ from dsec.sdk.sessions import AsyncSession
 from dsec.sdk.snapshots import AsyncSnapshot, AsyncSnapshots
 from dsec.sdk.socketlike import SocketLike
 from dsec.sdk.tokens import AsyncTokens
+from dsec.sdk.volumes import AsyncVolumes
 from dsec.wire.environments import (
     BuildEvent,
     BuildSource,
@@ -49,6 +50,7 @@ from dsec.wire.records import (
 from dsec.wire.records import Sandbox as SandboxInfo
 from dsec.wire.snapshots import SnapshotInfo
 from dsec.wire.tokens import TokenAnswer, TokenInfo
+from dsec.wire.volumes import VolumeInfo
 
 
 class Process(Blocking[AsyncProcess]):
@@ -435,6 +437,31 @@ class Environments(Blocking[AsyncEnvironments]):
         portal().run(self._async.remove(name, missing_ok=missing_ok))
 
 
+class Volumes(Blocking[AsyncVolumes]):
+    """`client.volumes`: named directories of a project, for `Sandbox.create(volumes=[…])`."""
+
+    def create(self, name: str, *, size: int | str | None = None, uid: int = 0, gid: int = 0) -> VolumeInfo:
+        """A new, empty volume of the caller's project; one of that name, size and owner is fine.
+
+        `size`: what can be written in it, as bytes or text such as "10GiB"; without it, as much as the node's disk has.
+        `uid`, `gid`: whose its top directory is, as sandboxes see it. ConflictError when there is another one of that
+        name, UnsupportedError where a size cannot be kept.
+        """
+        return portal().run(self._async.create(name, size=size, uid=uid, gid=gid))
+
+    def list(self) -> list[VolumeInfo]:
+        """Volumes of the caller's projects, then the node's datasets."""
+        return portal().run(self._async.list())
+
+    def get(self, name: str, *, project: str | None = None) -> VolumeInfo:
+        """One of them, with what it takes of the disk and which sandboxes have it. Raises VolumeNotFoundError."""
+        return portal().run(self._async.get(name, project=project))
+
+    def remove(self, name: str, *, project: str | None = None, missing_ok: bool = False) -> None:
+        """Removes it with all that is in it. Raises VolumeNotFoundError; ConflictError while a sandbox has it."""
+        portal().run(self._async.remove(name, project=project, missing_ok=missing_ok))
+
+
 class Tokens(Blocking[AsyncTokens]):
     """`client.tokens`: for administrators of a project."""
 
@@ -536,6 +563,7 @@ class Sandbox(Blocking[AsyncSandbox]):
         keepalive: bool = False,
         start: bool = False,
         ready: Mapping[str, Any] | ReadyProbe | None = None,
+        volumes: Sequence[str | VolumeMount] = (),
         snapshot: str | Snapshot | None = None,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
@@ -548,7 +576,8 @@ class Sandbox(Blocking[AsyncSandbox]):
         counts from now, `ttl_idle_s` from its last use; with `keepalive` processes in the background are use, too.
         `privilege_gain` lets set-user-id programs (sudo) raise privileges inside. `start` runs what the environment
         says (ENTRYPOINT and CMD): it is `main`. With `ready` this returns once it is so: a `dsec.ReadyProbe`, or its
-        fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}.
+        fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}. `volumes`: such as "data:/data"
+        or "data:/data:ro", or a `dsec.VolumeMount`, which also names datasets of the node.
         `snapshot`: a name, id or Snapshot. The files are those of the snapshotted sandbox then, and so is its
         environment and whatever is left at its default here, but for the name; `env` and `labels` add to it.
         `idempotency_key`: the same key gives the same sandbox (default: a random one, which makes the retries of this
@@ -576,6 +605,7 @@ class Sandbox(Blocking[AsyncSandbox]):
                     keepalive=keepalive,
                     start=start,
                     ready=ready,
+                    volumes=volumes,
                     snapshot=unwrap(snapshot),
                     idempotency_key=idempotency_key,
                     timeout_s=timeout_s,
@@ -941,6 +971,12 @@ class Client(Blocking[AsyncClient]):
         return result
 
     @property
+    def volumes(self) -> Volumes:
+        """Directories that outlive sandboxes."""
+        result: Volumes = wrap(self._async.volumes)
+        return result
+
+    @property
     def tokens(self) -> Tokens:
         """Who may call over the network."""
         result: Tokens = wrap(self._async.tokens)
@@ -1089,6 +1125,7 @@ _KINDS: dict[type, Any] = {
     AsyncFiles: Files,
     AsyncConnection: Connection,
     AsyncEnvironments: Environments,
+    AsyncVolumes: Volumes,
     AsyncTokens: Tokens,
     AsyncSnapshot: Snapshot,
     AsyncSnapshots: Snapshots,

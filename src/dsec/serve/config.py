@@ -19,6 +19,7 @@ from dsec.core.spec import Substrate
 from dsec.core.units import parse_size
 from dsec.image.registry.client import RegistrySettings
 from dsec.node.config import NodeConfig, WarmConfig
+from dsec.node.volumes import check_datasets
 from dsec.observe.logs import LEVELS
 from dsec.serve.settings import check_names, in_place
 from dsec.storage.loader import FRONTS
@@ -100,6 +101,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     creates_at_once_max: int = 64
     snapshot_freeze_s: float = 30.0  # a sandbox that stands still for longer goes on, and its snapshot has failed
     warm: WarmSettings = WarmSettings()
+    datasets: dict[str, str] = {}  # name → directory of the node, which sandboxes of every project may read
 
     def __post_init__(self) -> None:
         if not self.substrates:
@@ -119,6 +121,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             creates_at_once_max=self.creates_at_once_max,
             snapshot_freeze_s=self.snapshot_freeze_s,
             warm=self.warm.config(),
+            datasets=check_datasets(self.datasets, own=(state_dir, run_dir)),
         )
 
 
@@ -127,7 +130,7 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
     id_dir: str = "/run/dsec/ids"
     cgroup_parent: str = "dsec"
-    disk: str = "directory"
+    disk: str = "auto"
     shm_bytes: int | str = 64 * limits.MIB  # size of /dev/shm in a sandbox
     pids_kept_for_host: int = 4096  # of the kernel's, which sandboxes together leave to others
     memory_kept_for_host: int | str = limits.GIB  # which sandboxes together leave; at most a quarter of the machine

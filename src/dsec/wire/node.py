@@ -68,6 +68,10 @@ class Method(enum.StrEnum):
     SNAPSHOT_LIST = "snapshot_list"  # snapshots.SnapshotQuery → snapshots.SnapshotPage
     SNAPSHOT_GET = "snapshot_get"  # snapshots.SnapshotRef → snapshots.SnapshotInfo
     SNAPSHOT_REMOVE = "snapshot_remove"  # snapshots.SnapshotRef → Done
+    VOLUME_CREATE = "volume_create"  # volumes.VolumeRequest → volumes.VolumeInfo
+    VOLUME_LIST = "volume_list"  # Nothing → volumes.VolumePage
+    VOLUME_GET = "volume_get"  # volumes.VolumeRef → volumes.VolumeInfo
+    VOLUME_REMOVE = "volume_remove"  # volumes.VolumeRef → Done
     DOCTOR = "doctor"  # Nothing → DoctorReport
     HEALTH = "health"  # Nothing → Health
 

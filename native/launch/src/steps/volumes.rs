@@ -38,7 +38,13 @@ pub fn collect<'a>(system: &dyn System, job: &Job<'a>) -> Result<Vec<Volume<'a>>
 
 /// Of a device that is mounted already the kernel gives the same file system once more.
 pub fn mount_of_device(system: &dyn System, device: &str) -> Result<OwnedFd> {
-    let options = [MountOption::Text(c"source", device.into())];
+    let options = [
+        MountOption::Text(c"source", device.into()),
+        // The kernel would fill the tables of all inodes to come, and with them the file of the host that holds it; and what is
+        // removed inside would stay there.
+        MountOption::Flag(c"noinit_itable"),
+        MountOption::Flag(c"discard"),
+    ];
     system
         .make_mount(c"ext4", &options, attr::NO_DEVICES)
         .doing("mount", device)

@@ -15,6 +15,7 @@ from dsec.api.routes import (
     snapshots,
     sockets,
     tokens,
+    volumes,
 )
 from dsec.api.routing import Route
 
@@ -30,5 +31,6 @@ ROUTES: tuple[Route, ...] = (
     *sockets.ROUTES,
     *snapshots.ROUTES,
     *environments.ROUTES,
+    *volumes.ROUTES,
     *tokens.ROUTES,
 )

@@ -15,6 +15,7 @@ import msgspec
 from dsec.backends.base import Capabilities, Instance, InstanceSpec, Intend, Keeps, Layer, Probe
 from dsec.backends.container.capture import ContainerCapture
 from dsec.backends.container.config import ContainerConfig
+from dsec.backends.container.disk import Disk
 from dsec.backends.container.instance import ContainerInstance
 from dsec.backends.container.launcher import Launcher, LauncherRefusal
 from dsec.backends.container.plan import (
@@ -87,6 +88,7 @@ class ContainerBackend:
         self._node = node
         self._host = detect()
         self._ids = IdRanges(config.id_dir)
+        self._disk = Disk(config)
         self._view = choose_view(config.resource_view, self._host, find_lxcfs())
         self._no_live_view: str | None = None  # what the launcher says of lxcfs
         self._knows_views = True
@@ -101,6 +103,7 @@ class ContainerBackend:
         self._instances: dict[str, ContainerInstance] = {}
         self._cleaning: set[asyncio.Task[None]] = set()
         self._probe: Probe | None = None
+        self._looking: asyncio.Task[object] | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -115,7 +118,9 @@ class ContainerBackend:
             memory_limit=self._host.limits("memory") is not None,
             cpu_limit=self._host.limits("cpu") is not None,
             pids_limit=self._host.limits("pids") is not None,
-            disk_limit="tmpfs" if self._config.disk == "tmpfs" else None,
+            disk_limit=self._disk.limit,
+            disk_limit_reason=self._disk.reason,
+            volumes=True,
             resource_view=self._view.kind if self._no_live_view is None else STATIC,
             resource_view_reason=self._no_live_view or self._view.reason,
         )
@@ -139,6 +144,7 @@ class ContainerBackend:
     async def _try(self) -> Probe:
         """By launching a container of nothing but the agent, and destroying it."""
         facts = _describe(self._host)
+        await asyncio.to_thread(self._disk.look)
         if os.geteuid() != 0:
             return Probe(False, "containers need root on the node", "start `dsec up` as root", facts)
         spec = SandboxSpec(environment=Environment("probe"), memory_bytes=64 << 20, pids_max=64)
@@ -157,13 +163,16 @@ class ContainerBackend:
         id_base = self._ids.take(holder_directory(facts, instance.id))
         try:
             plan = plan_launch(instance, self._config, facts, id_base=id_base)
-            record = record_of(plan, self._boot_id)
+            record = msgspec.structs.replace(
+                record_of(plan, self._boot_id), disk_limited=self._disk.is_limited(instance)
+            )
             await intend(record.to_bytes())
         except BaseException:
             self._ids.give_back(id_base)
             raise
         try:
-            launched = await self._launch(plan, instance.layers, deadline_s)
+            async with self._disk.prepared(plan, instance) as ready:
+                launched = await self._launch(ready, instance.layers, deadline_s)
             return self._watch(record, plan, launched)
         except asyncio.CancelledError:
             self._clean_later(self.remove(record))
@@ -176,7 +185,10 @@ class ContainerBackend:
     # ---- spares ----------------------------------------------------------------------------------
 
     async def shape(self, instance: InstanceSpec) -> bytes | None:
-        return shape_of(plan_launch(instance, self._config, await self._open(), id_base=0))
+        if instance.volumes:
+            return None  # of one that writes there must be none before it is asked for
+        plan = plan_launch(instance, self._config, await self._open(), id_base=0)
+        return shape_of(plan) + self._disk.shape(instance)
 
     async def claim(self, spare: Instance, instance: InstanceSpec) -> ContainerInstance:
         assert isinstance(spare, ContainerInstance)
@@ -331,12 +343,15 @@ class ContainerBackend:
 
     async def remove(self, record: ContainerRecord) -> None:
         """Nothing of it is left on the host afterwards. Idempotent. Raises HostError if something resists."""
+        project = self._disk.project_of(record)
         try:
             await self.launcher.request(LaunchOp.DESTROY, record.destroy_args(), Done)
         except LauncherRefusal as refusal:
             raise HostError(
                 f"{record.sandbox} could not be removed from the node: {refusal}", outcome=Outcome.UNKNOWN
             ) from refusal
+        if project is not None:
+            self._disk.lift(project)
         self._instances.pop(record.sandbox, None)
         self.launcher.forget(record.launched_as)
         self._ids.give_back(record.id_base)
@@ -355,6 +370,7 @@ class ContainerBackend:
                 await self.launcher.request(LaunchOp.LAYER_UNMOUNT, LayerRef(digest), Done)
 
     async def sweep(self, records: Collection[bytes]) -> None:
+        self._looking = asyncio.create_task(asyncio.to_thread(self._disk.look))  # before somebody needs to know
         try:
             known = {Path(parse_record(record).directory).name for record in records}
         except StorageError:
@@ -362,6 +378,8 @@ class ContainerBackend:
         await asyncio.to_thread(put_away_unknown, self._config.sandboxes_dir, known)
 
     async def close(self) -> None:
+        if self._looking is not None:
+            await asyncio.wait([self._looking])
         if self._cleaning:
             await asyncio.gather(*self._cleaning, return_exceptions=True)
         for instance in self._instances.values():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from dsec.backends.container.view import CHOICES
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.limits import GIB, MIB
 
+DISKS: Final = ("auto", "project", "image", "directory", "tmpfs")
 # sun_path holds 108 bytes; "<run>/sb/<sandbox id>.sock" takes 38 of them.
 RUN_DIR_BYTES_MAX = 60
 
@@ -21,7 +23,9 @@ class ContainerConfig:
     cgroup_parent: str = "dsec"  # below the root of each hierarchy; the node's id is added
     launch_binary: Path | None = None  # None: the one that belongs to this package
     agent_binary: Path | None = None
-    disk: str = "directory"  # "directory": no limit is enforced; "tmpfs": limited, in memory, counted as such
+    # How a limit on the disk is enforced: "auto" (the cheapest that works here), "project" (quota of ext4 or xfs),
+    # "image" (a file system of its own in a file), "directory" (not at all), "tmpfs" (all: in memory, counted so)
+    disk: str = "auto"
     shm_bytes: int = 64 * MIB
     resource_view: str = (
         "auto"  # "live" (needs lxcfs) | "static" | "host"; "auto": live where it can be had, else static
@@ -43,5 +47,5 @@ class ContainerConfig:
         if self.resource_view not in CHOICES:
             choices = ", ".join(map(repr, CHOICES))
             raise InvalidArgumentError(f"resource_view must be one of {choices}, not {self.resource_view!r}")
-        if self.disk not in ("directory", "tmpfs"):
-            raise InvalidArgumentError(f"disk must be 'directory' or 'tmpfs', not {self.disk!r}")
+        if self.disk not in DISKS:
+            raise InvalidArgumentError(f"disk must be one of {', '.join(map(repr, DISKS))}, not {self.disk!r}")

@@ -92,11 +92,21 @@ class ContainerInstance:
             memory_peak_bytes=_first_number(v2, "memory.peak", v1.get("memory"), "memory.max_usage_in_bytes"),
             oom_kills=self._oom_kills(),
             pids=_first_number(v2, "pids.current", v1.get("pids"), "pids.current"),
-            disk_used_bytes=None,
+            disk_used_bytes=self._disk_used_bytes(),
             cpu_pressure_s=read_pressure_s(f"{v2}/cpu.pressure") if v2 else None,
             memory_pressure_s=read_pressure_s(f"{v2}/memory.pressure") if v2 else None,
             frozen_s=frozen / 1e6 if frozen is not None else None,
         )
+
+    def _disk_used_bytes(self) -> int | None:
+        """An overlay tells of the file system, or the quota, of its upper directory: only its own is of this one."""
+        if not self._record.disk_limited:
+            return None
+        try:
+            found = os.statvfs(f"/proc/{self._record.pid}/root")
+        except OSError:
+            return None
+        return (found.f_blocks - found.f_bfree) * found.f_frsize
 
     def _cpu_s(self) -> float | None:
         record = self._record

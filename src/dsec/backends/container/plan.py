@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from dsec.backends.base import InstanceSpec
+from dsec.backends.base import InstanceSpec, VolumeSource
 from dsec.backends.container.config import ContainerConfig
 from dsec.backends.container.record import ContainerRecord
 from dsec.backends.container.view import STATIC, view_of
@@ -20,7 +20,7 @@ from dsec.density.cgroups import CgroupHost, plan_cgroups
 from dsec.security import capabilities, masks, syscalls
 from dsec.security.syscalls import filter_name
 from dsec.wire.codec import pack
-from dsec.wire.launch import ClaimArgs, EtcFile, LaunchPlan, ResourceView
+from dsec.wire.launch import ClaimArgs, EtcFile, LaunchPlan, ResourceView, VolumeBind
 
 AGENT_FILTER = filter_name(syscalls.AGENT)
 EXEC_FILTER = filter_name(syscalls.EXEC)
@@ -109,7 +109,13 @@ def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFact
         workdir=instance.workdir.encode("utf-8", "surrogateescape") if instance.workdir else None,
         spare=instance.spare,
         view=view_of(facts.view, spec),
+        volumes=[_volume(volume) for volume in instance.volumes],
     )
+
+
+def _volume(volume: VolumeSource) -> VolumeBind:
+    """One with an image gets its device when it is mounted."""
+    return VolumeBind(path=volume.path, source=volume.source, readonly=volume.readonly, inode=volume.inode)
 
 
 def shape_of(plan: LaunchPlan) -> bytes:

@@ -24,6 +24,7 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0  # 0: an intent, nothing may have been started
     start_ticks: int = 0
     view: str = "host"  # live | static | host, as it was given
+    disk_limited: bool = False  # what it writes lies in a file system, or below a quota, that counts it alone
 
     @property
     def launched_as(self) -> str:
