@@ -17,7 +17,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SDK = ROOT / "src" / "dsec" / "sdk"
 TARGET = SDK / "sync.py"
-MODULES = ("process", "pty", "sessions", "files", "ports", "environments", "volumes", "tokens", "snapshots", "sandbox", "client")
+MODULES = (
+    "process",
+    "pty",
+    "sessions",
+    "files",
+    "ports",
+    "environments",
+    "volumes",
+    "tokens",
+    "snapshots",
+    "sandbox",
+    "client",
+)
 EXTRA_BASES = {"AsyncConnection": "SocketLike, "}
 ENTER_EXIT = {"__aenter__": "__enter__", "__aexit__": "__exit__", "__aiter__": "__iter__"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef

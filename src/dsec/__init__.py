@@ -95,8 +95,8 @@ if TYPE_CHECKING:
     from dsec.wire.records import SessionInfo as SessionInfo
     from dsec.wire.records import TtySize as TtySize
     from dsec.wire.records import WatchNotice as WatchNotice
-    from dsec.wire.volumes import VolumeInfo as VolumeInfo
     from dsec.wire.snapshots import SnapshotInfo as SnapshotInfo
+    from dsec.wire.volumes import VolumeInfo as VolumeInfo
 
     SandboxInfo = _records.Sandbox
 

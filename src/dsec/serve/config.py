@@ -23,6 +23,7 @@ from dsec.node.volumes import check_datasets
 from dsec.observe.logs import LEVELS
 from dsec.serve.settings import check_names, in_place
 from dsec.storage.loader import FRONTS
+from dsec.storage.store.trusted import trusted_stores
 from dsec.wire.api import DEFAULT_SOCKET_NAME, RUN_DIR_ROOT, STATE_DIR_ROOT
 from dsec.wire.codec import from_toml
 
@@ -152,9 +153,11 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     cache_bytes: int | str = 32 * limits.GIB  # of chunks of layers that are loaded from stores, on this node's disk
 
+    stores: tuple[str, ...] = ()  # that layers are taken of, or pushed to, by URL, or what they lie below; empty: any
     loader_front: str = "auto"  # how readers come to chunks: "fuse", "fanotify" (Linux 6.14), "auto": fuse where it is
 
     def __post_init__(self) -> None:
+        trusted_stores(self.stores)
         if self.loader_front not in FRONTS:
             raise InvalidArgumentError(f"storage.loader_front must be one of {', '.join(FRONTS)}")
         if self.cache_size() < limits.CACHE_BYTES_MIN:
