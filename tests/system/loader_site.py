@@ -18,7 +18,7 @@ from dsec.storage.layers import LayerKind, LayerLocation, LayerStore
 from dsec.storage.loader import Loader
 from dsec.storage.mounts import mount_erofs
 from dsec.storage.remote import RemoteLayers
-from dsec.storage.store.places import DirectoryPlace
+from dsec.storage.store.places import DirectoryPlace, Place
 from dsec.storage.store.publish import attach_layer, publish_layer
 from dsec.wire.loader import EvictAnswer, EvictArgs, LoaderOp
 
@@ -52,9 +52,11 @@ class Site:
         self.loader = Loader(root / "run", root / "cache", cache_bytes=1 << 30, front=front)
         self.remote = RemoteLayers(self.loader)
         self.data = root / "store" / "data" / self.digest[:2] / self.digest
+        self.place: Place = self.store  # where the node has it from
+        self.builder = builder
 
     def attach(self) -> LayerLocation:
-        return attach_layer(self.layers, self.digest, self.store)
+        return attach_layer(self.layers, self.digest, self.place)
 
     def mount(self) -> int:
         layer = self.attach()
