@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,13 @@ def test_a_file_that_is_broken_is_said_without_what_is_in_it(tmp_path: Path, con
         accounts(tmp_path, content).find(IMAGE)
 
     assert "secret" not in str(caught.value)
+
+
+def test_a_directory_or_a_pipe_is_no_file_of_accounts(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(StorageError, match="is not a file"):
+            Accounts({"REGISTRY_AUTH_FILE": str(path)}).find(IMAGE)
 
 
 def test_a_helper_is_asked_for_its_registry(tmp_path: Path) -> None:

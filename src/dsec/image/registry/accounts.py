@@ -104,9 +104,10 @@ class Accounts:
             return None
         except OSError as error:
             raise StorageError(f"cannot read the credentials in {self._file}: {error.strerror}") from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise StorageError(f"{self._file} is not a file")
         with os.fdopen(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise StorageError(f"{self._file} is not a file")
             content = file.read(_FILE_BYTES_MAX + 1)
         if len(content) > _FILE_BYTES_MAX:
             raise StorageError(f"{self._file} has more than {_FILE_BYTES_MAX} bytes")

@@ -18,6 +18,7 @@ from typing import Final
 from dsec.core import limits
 from dsec.core.errors import HostError, InvalidArgumentError, UnsupportedError
 from dsec.image.recipes import RECIPE_VERSION
+from dsec.image.registry.accounts import accounts_file
 from dsec.image.scan import tree_digest
 from dsec.image.sources.tarball import open_file
 from dsec.wire.environments import DockerfileSource, OciSource
@@ -25,7 +26,7 @@ from dsec.wire.environments import DockerfileSource, OciSource
 _PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TAIL_LINES: Final = 15
 _NAME: Final = "localhost/dsec-build:latest"  # in a store of its own that goes with the build
-_PASSED: Final = ("HOME", "REGISTRY_AUTH_FILE", "DOCKER_CONFIG", "XDG_RUNTIME_DIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
+_PASSED: Final = ("HOME", "XDG_RUNTIME_DIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
 _POLICY: Final = '{"default": [{"type": "insecureAcceptAnything"}]}'  # what buildah's own package sets
 
 
@@ -93,14 +94,7 @@ def to_layout(
     (store / "registries.conf").write_text(_registries(insecure))
     base = [program, f"--root={store / 'root'}", f"--runroot={store / 'run'}", f"--storage-driver={_driver(work)}"]
     base += [f"--registries-conf={store / 'registries.conf'}"]
-    environment = {name: environ[name] for name in _PASSED if name in environ}
-    environment |= {name: value for name, value in environ.items() if name.lower().endswith("_proxy")}
-    environment |= {
-        "PATH": _PATH,
-        "LC_ALL": "C.UTF-8",
-        "TMPDIR": os.fspath(work / "tmp"),
-        "BUILDAH_ISOLATION": _isolation(),
-    }
+    environment = _environment(environ, work)
     command = [*base, "build", f"--signature-policy={store / 'policy.json'}", "--format=oci", f"--tag={_NAME}"]
     command += ["--timestamp=0", f"--file={file}"]
     command += [f"--target={source.target}"] if source.target else []
@@ -116,6 +110,16 @@ def to_layout(
             [*base, "rm", "--all"], stdin=subprocess.DEVNULL, capture_output=True, env=environment, check=False
         )
     return OciSource(os.fspath(layout), None, source.owner)
+
+
+def _environment(environ: Mapping[str, str], work: Path) -> dict[str, str]:
+    found = {name: environ[name] for name in _PASSED if name in environ}
+    found |= {name: value for name, value in environ.items() if name.lower().endswith("_proxy")}
+    # Named only where it is there: buildah does not take a file that is not.
+    if (accounts := accounts_file(environ)).exists():
+        found["REGISTRY_AUTH_FILE"] = os.fspath(accounts)
+    own = {"PATH": _PATH, "LC_ALL": "C.UTF-8", "TMPDIR": os.fspath(work / "tmp"), "BUILDAH_ISOLATION": _isolation()}
+    return found | own
 
 
 def _run(command: list[str], environment: dict[str, str], log: Callable[[str], None]) -> None:

@@ -36,7 +36,8 @@ def open_file(path: str) -> Iterator[io.BufferedReader]:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise InvalidArgumentError(f"cannot open {path!r}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise InvalidArgumentError(f"{path!r} is not a file")
     with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise InvalidArgumentError(f"{path!r} is not a file")
         yield file
