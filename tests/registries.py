@@ -13,6 +13,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -37,11 +38,12 @@ USER, PASSWORD = "tester", "not-a-secret"
 HTPASSWD: Final = "tester:$2y$05$BxolZbaCXfvY2ZOlpyGfnOiNgRJpUFuVMLgK22WlNpTMmOi1mSqHO"
 
 
-def need(*programs: str) -> None:
-    """Skip without programs that tools/setup --dev installs on Debian."""
-    for program in programs:
-        if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed (tools/setup --dev)")
+def need(program: str) -> str:
+    """Where it is. Skips without programs that tools/setup --dev installs on Debian."""
+    found = shutil.which(program, path=f"{os.environ['PATH']}:{Path(sys.executable).parent}")
+    if found is None:
+        pytest.skip(f"{program} is not installed (tools/setup --dev)")
+    return found
 
 
 def free_port() -> int:
@@ -53,14 +55,14 @@ def free_port() -> int:
 @contextlib.contextmanager
 def registry(root: Path, *, accounts: bool = False) -> Iterator[str]:
     """A running docker-registry; HOST:PORT."""
-    need(PROGRAM)
+    program = need(PROGRAM)
     root.mkdir(parents=True, exist_ok=True)
     for _ in range(3):
         port = free_port()
         (root / "config.yml").write_text(_config(root, port, accounts))
         with (root / "log").open("ab") as log:
             process = subprocess.Popen(
-                [PROGRAM, "serve", os.fspath(root / "config.yml")],
+                [program, "serve", os.fspath(root / "config.yml")],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=root,
             )  # fmt: skip
         try:
@@ -107,8 +109,7 @@ def write_login(home: Path, host: str) -> Path:
 
 def skopeo(*arguments: str) -> str:
     """Copy or look with skopeo, in clear."""
-    need("skopeo")
-    done = subprocess.run(["skopeo", *arguments], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([need("skopeo"), *arguments], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
