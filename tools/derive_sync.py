@@ -24,6 +24,7 @@ MODULES = (
     "files",
     "ports",
     "environments",
+    "layers",
     "volumes",
     "tokens",
     "snapshots",

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dsec.sdk.environments import AsyncEnvironments as AsyncEnvironments
     from dsec.sdk.files import AsyncFiles as AsyncFiles
     from dsec.sdk.files import AsyncWatch as AsyncWatch
+    from dsec.sdk.layers import AsyncLayers as AsyncLayers
     from dsec.sdk.ports import AsyncConnection as AsyncConnection
     from dsec.sdk.process import AsyncProcess as AsyncProcess
     from dsec.sdk.pty import AsyncPty as AsyncPty
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from dsec.sdk.sync import Created as Created
     from dsec.sdk.sync import Environments as Environments
     from dsec.sdk.sync import Files as Files
+    from dsec.sdk.sync import Layers as Layers
     from dsec.sdk.sync import Process as Process
     from dsec.sdk.sync import Pty as Pty
     from dsec.sdk.sync import Sandbox as Sandbox
@@ -75,8 +77,11 @@ if TYPE_CHECKING:
     from dsec.wire.environments import DockerArchiveSource as DockerArchiveSource
     from dsec.wire.environments import DockerfileSource as DockerfileSource
     from dsec.wire.environments import EnvironmentInfo as EnvironmentInfo
+    from dsec.wire.environments import EnvironmentPart as EnvironmentPart
     from dsec.wire.environments import EnvironmentStats as EnvironmentStats
     from dsec.wire.environments import EnvironmentTrace as EnvironmentTrace
+    from dsec.wire.environments import GitSource as GitSource
+    from dsec.wire.environments import History as History
     from dsec.wire.environments import LayerUse as LayerUse
     from dsec.wire.environments import OciSource as OciSource
     from dsec.wire.environments import Ownership as Ownership
@@ -88,6 +93,8 @@ if TYPE_CHECKING:
     from dsec.wire.images import ExportedImage as ExportedImage
     from dsec.wire.images import LayoutTarget as LayoutTarget
     from dsec.wire.images import RegistryTarget as RegistryTarget
+    from dsec.wire.layers import EnvironmentDiff as EnvironmentDiff
+    from dsec.wire.layers import LayerInfo as LayerInfo
     from dsec.wire.records import ExecInfo as ExecInfo
     from dsec.wire.records import FileInfo as FileInfo
     from dsec.wire.records import Gap as Gap
@@ -108,6 +115,7 @@ _NAMES: Final[dict[str, str]] = {
     "AsyncConnection": "dsec.sdk.ports",
     "AsyncCreated": "dsec.sdk.client",
     "AsyncEnvironments": "dsec.sdk.environments",
+    "AsyncLayers": "dsec.sdk.layers",
     "AsyncFiles": "dsec.sdk.files",
     "AsyncProcess": "dsec.sdk.process",
     "AsyncPty": "dsec.sdk.pty",
@@ -132,6 +140,8 @@ _NAMES: Final[dict[str, str]] = {
     "DsecError": "dsec.core.errors",
     "Environment": "dsec.core.spec",
     "EnvironmentInfo": "dsec.wire.environments",
+    "EnvironmentDiff": "dsec.wire.layers",
+    "EnvironmentPart": "dsec.wire.environments",
     "EnvironmentStats": "dsec.wire.environments",
     "EnvironmentTrace": "dsec.wire.environments",
     "Environments": "dsec.sdk.sync",
@@ -142,7 +152,11 @@ _NAMES: Final[dict[str, str]] = {
     "FileInfo": "dsec.wire.records",
     "Files": "dsec.sdk.sync",
     "Gap": "dsec.wire.records",
+    "GitSource": "dsec.wire.environments",
+    "History": "dsec.wire.environments",
+    "LayerInfo": "dsec.wire.layers",
     "LayerUse": "dsec.wire.environments",
+    "Layers": "dsec.sdk.sync",
     "LayoutTarget": "dsec.wire.images",
     "Metrics": "dsec.wire.records",
     "OciSource": "dsec.wire.environments",

@@ -69,13 +69,30 @@ def test_what_is_not_ours_is_an_internal_error_without_its_text(capsys: pytest.C
     assert b"error" in errors.error_line(StorageError("x"))
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "handler"),
+    [
+        (b"/v1/environments/py%3A3.12", "py:3.12", "get_environment"),
+        (b"/v1/environments/py%3Apush", "py:push", "get_environment"),
+        (b"/v1/environments/py@0123456789ab", "py@0123456789ab", "get_environment"),
+        (b"/v1/environments/py%3Aupdate:update", "py:update", "update_environment"),
+        (b"/v1/environments/py:3.12:update", "py:3.12", "update_environment"),
+    ],
+)
+def test_the_colon_of_a_tag_is_not_that_of_a_verb(path: bytes, name: str, handler: str) -> None:
+    found = RouteTable(ROUTES).find("POST" if handler.startswith("update") else "GET", path)
+
+    assert (found.segments, found.route.name) == ({"name": name}, handler)
+
+
 def test_every_route_is_found_with_its_segments() -> None:
     table = RouteTable(ROUTES)
     for route in ROUTES:
         path = route.path.replace("{id}", "I").replace("{exec}", "E").replace("{name}", "N").replace("{token}", "T")
+        path = path.replace("{digest}", "D")
         found = table.find(route.method, path.encode())
         assert found.route is route
-        assert set(found.segments.values()) <= {"I", "E", "N", "T"}
+        assert set(found.segments.values()) <= {"I", "E", "N", "T", "D"}
 
 
 @pytest.mark.parametrize(

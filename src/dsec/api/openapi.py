@@ -24,6 +24,7 @@ _SEGMENTS: Final = {
     "id": ("id of the sandbox", r"^sbx_[a-z2-7]{8}_[a-z2-7]{16}$"),
     "exec": ("id of the exec", r"^exe_[a-z2-7]{16}$"),
     "name": ("a name", r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"),
+    "digest": ("digest of the layer, or the beginning of it", r"^[0-9a-f]{12,64}$"),
     "token": ("id of the token", r"^tok_[0-9a-f]{16}$"),
 }
 _SCHEMAS: Final[dict[Kind, dict[str, Any]]] = {

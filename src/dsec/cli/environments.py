@@ -14,7 +14,9 @@ from dsec.cli.console import Json, age, clean, client, put_json, run_async, say,
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
-    from dsec.wire.environments import BuildEvent
+    from collections.abc import Iterable
+
+    from dsec.wire.environments import BuildEvent, EnvironmentInfo, LayerUse
 
 app = typer.Typer(help="Environments: what sandboxes start from.", no_args_is_help=True)
 Name = Annotated[
@@ -32,7 +34,9 @@ def build(
     suite: Annotated[
         str | None, typer.Option(metavar="NAME", help="With --debian: such as bookworm.", show_default=False)
     ] = None,
-    directory: Annotated[Path | None, typer.Option(metavar="DIR", help="From a directory.", show_default=False)] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--directory", "--dir", metavar="DIR", help="From a directory.", show_default=False)
+    ] = None,
     tar: Annotated[
         Path | None, typer.Option(metavar="FILE", help="From a tar file: plain, gzip, xz or zstd.", show_default=False)
     ] = None,
@@ -52,6 +56,18 @@ def build(
     dockerfile: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="From a directory with a Dockerfile, by buildah.", show_default=False),
+    ] = None,
+    git: Annotated[
+        str | None,
+        typer.Option(metavar="URL@COMMIT", help="From a commit of a git repository.", show_default=False),
+    ] = None,
+    place: Annotated[
+        str | None,
+        typer.Option("--at", metavar="PATH", help="With --git: where it is inside (/workspace).", show_default=False),
+    ] = None,
+    history: Annotated[
+        str | None,
+        typer.Option(metavar="WHAT", help="With --git: ancestors (default), none or keep.", show_default=False),
     ] = None,
     file: Annotated[
         str | None, typer.Option(metavar="FILE", help="With --dockerfile: which one.", show_default=False)
@@ -89,6 +105,9 @@ def build(
         file=file,
         target=target,
         arguments=build_arg or (),
+        git=git,
+        place=place,
+        history=history,
         directory=directory,
         tar=tar,
         store=store,
@@ -161,20 +180,37 @@ def list_(json: Json = False) -> None:
 
 
 def show(name: Name, json: Json = False) -> None:
-    """Show one environment."""
+    """Show one environment: NAME, NAME:TAG or NAME@DIGEST."""
 
     async def work() -> None:
-        import msgspec
-
         async with client() as c:
             info = await c.environments.get(name)
         if settings.json:
             put_json(info)
-            return
-        for key, value in msgspec.structs.asdict(info).items():
-            print(f"{key}: {clean(str(value))}")
+        else:
+            _show(info)
 
     run_async(work())
+
+
+def _show(info: EnvironmentInfo) -> None:
+    import msgspec
+
+    from dsec.core.units import format_size
+
+    shown = msgspec.structs.asdict(info) | {"size": format_size(info.size_bytes)}
+    for key in ("layers", "layer_bytes", "parts", "size_bytes", "env"):
+        del shown[key]
+    for key, value in shown.items():
+        if value not in (None, "", ()):
+            print(f"{key}: {clean(' '.join(value) if isinstance(value, tuple) else str(value))}")
+    for key, value in info.env.items():
+        print(clean(f"env: {key}={value}"))
+    for part in info.parts:
+        print(clean(f"{part.role}: {part.reference} ({part.digest[:12]}, {len(part.layers)} layers)"))
+    sizes = info.layer_bytes or (0,) * len(info.layers)
+    for digest, size in zip(info.layers, sizes, strict=True):
+        print(f"layer: {digest[:12]} {format_size(size)}")
 
 
 def push(
@@ -198,7 +234,6 @@ def push(
 
 def stats(name: Name, json: Json = False) -> None:
     """Show how much of an environment has been loaded from its store."""
-    from dsec.core.units import format_size
 
     async def work() -> None:
         async with client() as c:
@@ -206,21 +241,29 @@ def stats(name: Name, json: Json = False) -> None:
         if settings.json:
             put_json(found)
             return
-        rows = [
-            (
-                layer.digest[:12],
-                *map(format_size, (layer.size_bytes, layer.present_bytes, layer.touched_bytes, layer.fetched_bytes)),
-                *map(str, (layer.hits, layer.misses, layer.errors)),
-                layer.store or "local",
-            )
-            for layer in found.layers
-        ]
-        table(("LAYER", "SIZE", "PRESENT", "TOUCHED", "FETCHED", "HITS", "MISSES", "ERRORS", "STORE"), rows)
-        for layer in found.layers:
-            if layer.failure is not None:
-                say(clean(f"layer {layer.digest[:12]}: {layer.failure.cause}: {layer.failure.detail}"))
+        show_use(found.layers)
 
     run_async(work())
+
+
+def show_use(layers: Iterable[LayerUse]) -> None:
+    """What is here of layers, and why their stores failed last."""
+    from dsec.core.units import format_size
+
+    found = list(layers)
+    rows = [
+        (
+            layer.digest[:12],
+            *map(format_size, (layer.size_bytes, layer.present_bytes, layer.touched_bytes, layer.fetched_bytes)),
+            *map(str, (layer.hits, layer.misses, layer.errors)),
+            layer.store or "local",
+        )
+        for layer in found
+    ]
+    table(("LAYER", "SIZE", "PRESENT", "TOUCHED", "FETCHED", "HITS", "MISSES", "ERRORS", "STORE"), rows)
+    for layer in found:
+        if layer.failure is not None:
+            say(clean(f"layer {layer.digest[:12]}: {layer.failure.cause}: {layer.failure.detail}"))
 
 
 def trace(name: Name, json: Json = False) -> None:

@@ -18,6 +18,7 @@ from dsec.cli import (
     environments,
     files,
     images,
+    layers,
     lists,
     logs,
     manual,
@@ -81,6 +82,7 @@ def _warn() -> None:
 for part in (service, doctor, processes, logs, top, lists, shell, files):
     part.register(app)
 app.add_typer(environments.app, name="env")
+app.add_typer(layers.app, name="layer")
 app.add_typer(images.app, name="image")
 app.add_typer(volumes.app, name="volume")
 app.add_typer(tokens.app, name="token")

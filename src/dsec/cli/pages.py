@@ -195,6 +195,69 @@ PAGES: Final[dict[str, Page]] = {
         ),
         "an ExportedImage record",
     ),
+    "env create": Page(
+        "Later parts hide what earlier ones have in the same place. The environment is locked to what its parts are "
+        "now, until `dsec env update`; with --follow they are looked up at each create of a sandbox. Parts may be made "
+        "of others themselves, four deep. Needs the right admin.",
+        (
+            (
+                "dsec env create task --base debian:12 --workspace repo --toolkit ripgrep",
+                "three parts, one above another",
+            ),
+            ("dsec env create dev --base base --toolkit tools:1.4 --follow", "whatever the tag is at each create"),
+        ),
+        "an EnvironmentInfo record",
+    ),
+    "env update": Page(
+        "What it was is there as NAME@DIGEST until it is collected. Needs the right admin.",
+        (("dsec env update task", "new versions of its parts from now on"),),
+        "an EnvironmentInfo record",
+    ),
+    "env diff": Page(
+        "Removed layers are shown with -, added ones with +; then parts and configuration that differ.",
+        (
+            ("dsec env diff task@0123456789ab task", "what an update has changed"),
+            ("dsec env diff debian:12 debian:13", "two environments"),
+        ),
+        "an EnvironmentDiff record",
+    ),
+    "env pull": Page(
+        "The same as `dsec env build NAME --store STORE`. Needs the right admin.",
+        (("dsec env pull s3://bucket/layers tools:1.4", "under the name that it has there"),),
+        "an EnvironmentInfo record",
+    ),
+    "layer build": Page(
+        "The same as `dsec env build`: what is made can be a part of environments, or one by itself. An image keeps "
+        "one layer for each of its own, shared with other images that have them; everything else is one layer. Needs "
+        "the right admin.",
+        (
+            ("dsec layer build ripgrep:14 --dir ./ripgrep", "a toolkit, from a directory of the node"),
+            (
+                "dsec layer build repo --git https://host/repo.git@0123456789abcdef0123456789abcdef01234567",
+                "a workspace",
+            ),
+        ),
+        "an EnvironmentInfo record",
+    ),
+    "layer ls": Page("", (("dsec layer ls", "what there is, and who has it"),), "a list of LayerInfo records"),
+    "layer show": Page("", (("dsec layer show 0123456789ab", "its size, and who has it"),), "a LayerInfo record"),
+    "layer stats": Page(
+        "As `dsec env stats`, of layers by their digests.",
+        (("dsec layer stats", "of all layers"),),
+        "a list of LayerUse records",
+    ),
+    "layer rm": Page(
+        "Refused while an environment or a sandbox has it. Needs the right admin.",
+        (("dsec layer rm 0123456789ab", "one that nothing has"),),
+        "removed: a list of digests",
+    ),
+    "layer collapse": Page(
+        "Environments of more than 16 layers only; the 8 highest are left alone. Creates use the one layer from then "
+        "on, and sandboxes see the same. It is done by itself when such an environment is built or put together. Needs "
+        "the right admin.",
+        (("dsec layer collapse task", "once, for all sandboxes to come"),),
+        "an EnvironmentInfo record",
+    ),
     "env ls": Page("", (("dsec env ls", "what sandboxes may start from"),), "a list of EnvironmentInfo records"),
     "env show": Page("", (("dsec env show base", "size, layers, program and user"),), "an EnvironmentInfo record"),
     "env rm": Page("", (("dsec env rm tools", "the name, and layers that nothing uses"),), "removed: a list of names"),

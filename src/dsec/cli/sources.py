@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 if TYPE_CHECKING:
-    from dsec.wire.environments import BuildSource, Ownership
+    from dsec.wire.environments import BuildSource, History, Ownership
 
-_KINDS: Final = ("debian", "registry", "oci", "docker_archive", "dockerfile", "directory", "tar", "store")
+_KINDS: Final = ("debian", "registry", "oci", "docker_archive", "dockerfile", "directory", "tar", "git", "store")
 _BELONGS: Final = {  # an option, and what it goes with
     "packages": ("debian",),
     "suite": ("debian",),
     "reference": ("oci", "docker_archive"),
     "environment": ("store",),
+    "place": ("git",),
+    "history": ("git",),
     "file": ("dockerfile",),
     "target": ("dockerfile",),
     "arguments": ("dockerfile",),
@@ -42,6 +44,9 @@ class SourceOptions:
     arguments: Sequence[str] = ()
     directory: Path | None = None
     tar: Path | None = None
+    git: str | None = None
+    place: str | None = None  # of the work tree
+    history: str | None = None
     store: str | None = None
     environment: str | None = None  # its name in the store
 
@@ -65,6 +70,15 @@ class SourceOptions:
             return wire.DirectorySource(_absolute(self.directory), owner)
         if self.tar is not None:
             return wire.TarSource(_absolute(self.tar), owner)
+        if self.git is not None:
+            url, _, commit = self.git.rpartition("@")
+            return wire.GitSource(
+                url=url,
+                commit=commit,
+                path=self.place or wire.GIT_PATH,
+                history=parse_history(self.history),
+                owner=owner,
+            )
         if self.store is not None:
             return wire.StoreSource(url=self.store, environment=self.environment or name)
         return wire.DebianSource(packages=tuple(self.packages) or BASE_PACKAGES, suite=self.suite)
@@ -88,6 +102,15 @@ def parse_owner(text: str) -> Ownership:
     return Ownership(text)
 
 
+def parse_history(text: str | None) -> History:
+    from dsec.core.errors import InvalidArgumentError
+    from dsec.wire.environments import History
+
+    if text is not None and text not in list(History):
+        raise InvalidArgumentError(f"there is no history {text[:40]!r}", hint="ancestors, none or keep")
+    return History(text or History.ANCESTORS)
+
+
 def _argument(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
@@ -105,4 +128,5 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _option(name: str) -> str:
-    return "--build-arg" if name == "arguments" else f"--{name.replace('_', '-')}"
+    special = {"arguments": "--build-arg", "place": "--at"}
+    return special.get(name) or f"--{name.replace('_', '-')}"

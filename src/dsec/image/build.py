@@ -40,6 +40,7 @@ from dsec.wire.environments import (
 )
 from dsec.wire.errors import error_of
 from dsec.wire.images import ExportedImage, ExportRequest
+from dsec.wire.layers import CollapseRequest
 
 _LINE_BYTES_MAX: Final = 32 * MIB  # `done` holds the configuration of an image, escaped
 _RETRY_AFTER_S: Final = 10.0
@@ -114,8 +115,25 @@ async def export(
     return done
 
 
+async def collapse(
+    store: EnvironmentStore,
+    request: CollapseRequest,
+    progress: Callable[[BuildEvent], None] = lambda event: None,
+    *,
+    timeout_s: float = BUILD_TIMEOUT_S_DEFAULT,
+) -> EnvironmentInfo:
+    """Make one layer of runs of an environment's layers; creates use it from then on.
+
+    Raises EnvironmentNotFoundError, StorageError, DeadlineError, CapacityError when too many builds run, or for the
+    disk.
+    """
+    await asyncio.to_thread(store.get, request.name)
+    job = Job(os.fspath(store.state), collapse=request)
+    return _environment(await _bounded(store, job, f"collapsing {request.name!r}", progress, timeout_s))
+
+
 def _held(store: EnvironmentStore, name: str) -> Lease:
-    return store.acquire(Environment(base=name))[1]
+    return store.acquire(Environment(base=name), collapsed=False)[1]
 
 
 def _data_of(
@@ -164,6 +182,15 @@ async def export_events(
     """`export` as a stream, as `build_events` is."""
     work = partial(export, store, request, registries=registries, serve=serve, timeout_s=timeout_s)
     async with aclosing(_events(work)) as events:
+        async for event in events:
+            yield event
+
+
+async def collapse_events(
+    store: EnvironmentStore, request: CollapseRequest, *, timeout_s: float = BUILD_TIMEOUT_S_DEFAULT
+) -> AsyncIterator[BuildEvent]:
+    """`collapse` as a stream, as `build_events` is."""
+    async with aclosing(_events(partial(collapse, store, request, timeout_s=timeout_s))) as events:
         async for event in events:
             yield event
 

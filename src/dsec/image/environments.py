@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -29,10 +29,13 @@ from dsec.core.errors import (
 )
 from dsec.core.references import Reference, parse_reference, parse_tagged
 from dsec.core.spec import Environment
+from dsec.image.collapsed import CollapsedRuns
 from dsec.image.erofs import probe_erofs
 from dsec.image.records import (
     BuildRecord,
     EnvironmentRecord,
+    Part,
+    combine,
     config_of,
     merge_configs,
     record_digest,
@@ -41,7 +44,7 @@ from dsec.image.records import (
 from dsec.storage.layers import LayerKind, LayerLocation, LayerStore, Lease, sync, write_synced
 from dsec.storage.space import free_bytes
 from dsec.wire import codec
-from dsec.wire.environments import EnvironmentInfo
+from dsec.wire.environments import EnvironmentInfo, EnvironmentPart
 
 T = TypeVar("T")
 
@@ -92,6 +95,7 @@ class EnvironmentStore:
         self.state = self.layers.state
         self._environments = self.state / "environments"
         self._builds = self.state / "builds"
+        self.runs = CollapsedRuns(self.layers)
         self._mutex = threading.Lock()
         self._cache: dict[str, _Cached] = {}
         self.builds_running = 0  # kept by `build`, bounded by BUILDS_MAX
@@ -108,14 +112,38 @@ class EnvironmentStore:
         found = []
         for name in self.names():
             try:
-                found.append(self.get(name))
+                record = self.record(name)
             except EnvironmentNotFoundError:
                 continue  # removed meanwhile
+            try:
+                found.append(self._current(record, 0))
+            except (EnvironmentNotFoundError, LimitError):
+                found.append(record.info)  # a part of it is gone: what it was is known
         return found
 
     def get(self, reference: str) -> EnvironmentInfo:
-        """Raises EnvironmentNotFoundError, with names that are near."""
-        return self.record(reference).info
+        """As it is now, also of one that follows its parts.
+
+        Raises EnvironmentNotFoundError, with names that are near, or for a part that is gone.
+        """
+        return self._current(self.record(reference), 0)
+
+    def _current(self, record: EnvironmentRecord, depth: int) -> EnvironmentInfo:
+        info = record.info
+        if not info.follow:
+            return info
+        if depth >= limits.ENVIRONMENT_DEPTH_MAX:
+            raise LimitError(f"environment {info.name!r} lies more than {limits.ENVIRONMENT_DEPTH_MAX} deep in others")
+        try:
+            parts = [
+                Part(part.role, part.reference, self._current(self.record(part.reference), depth + 1))
+                for part in info.parts
+            ]
+        except EnvironmentNotFoundError as error:
+            raise EnvironmentNotFoundError(
+                f"a part of environment {info.name!r} is gone: {error.message}", hint=error.hint
+            ) from error
+        return combine(info.name, parts, follow=True, created_at=info.created_at)
 
     def record(self, reference: str) -> EnvironmentRecord:
         """What NAME, NAME:TAG or NAME@DIGEST stands for now."""
@@ -166,6 +194,19 @@ class EnvironmentStore:
             self._cache[path.name] = _Cached(stamp, record)
         return record
 
+    def named(self) -> frozenset[str]:
+        """Layers that some environment has, now or before, and what stands for runs of them."""
+        found = {digest for reference in self._references() for digest in self._layers_of(reference)}
+        return frozenset(found | set(self.runs.digests()))
+
+    def users(self) -> dict[str, tuple[str, ...]]:
+        """Layer → environments that have it, what a name was before included."""
+        found: dict[str, tuple[str, ...]] = {}
+        for reference in sorted(self._references(), key=str):
+            for digest in self._layers_of(reference):
+                found[digest] = (*found.get(digest, ()), str(reference))
+        return found
+
     def _references(self) -> Iterator[Reference]:
         """Of every record that is stored, those before included."""
         for path in self._environments.glob("*.json"):
@@ -177,13 +218,17 @@ class EnvironmentStore:
     def _path(self, reference: Reference) -> Path:
         return self._environments / f"{reference}.json"
 
-    def resolve(self, environment: Environment) -> LockedEnvironment:
+    def resolve(self, environment: Environment, *, collapsed: bool = True) -> LockedEnvironment:
         """The layers and configuration that `environment` stands for now; later parts override earlier ones.
+
+        Runs of layers that have been collapsed are one layer here, unless that is not wanted.
 
         Raises EnvironmentNotFoundError, LimitError, or StorageError when a layer of it is missing or broken.
         """
         parts = [self.get(name) for name in environment.names()]
         digests = stack_layers(part.layers for part in parts)
+        if collapsed:
+            digests = self.runs.shorten(digests)
         if len(digests) > limits.LOWERS_MAX:
             raise LimitError(f"an environment has at most {limits.LOWERS_MAX} layers, not {len(digests)}")
         config = merge_configs(config_of(part) for part in parts)
@@ -196,10 +241,10 @@ class EnvironmentStore:
             command=config.command,
         )
 
-    def acquire(self, environment: Environment) -> tuple[LockedEnvironment, Lease]:
+    def acquire(self, environment: Environment, *, collapsed: bool = True) -> tuple[LockedEnvironment, Lease]:
         """Resolve and hold, as one: what is returned cannot be removed until the lease is released."""
         for last in (False, True):
-            locked = self.resolve(environment)
+            locked = self.resolve(environment, collapsed=collapsed)
             try:
                 return locked, self.layers.lease(locked.digests())
             except NotFoundError as error:
@@ -265,27 +310,79 @@ class EnvironmentStore:
         """
         with self.layers.collecting():
             record = self.record(name)
-            path = self._path(self._stored_as(parse_reference(name), record))
-            others = {d for other in self._references() if self._path(other) != path for d in self._layers_of(other)}
-            doomed = [digest for digest in record.info.layers if digest not in others]
+            stored = self._stored_as(parse_reference(name), record)
+            if users := self._users_of(stored, record.info.digest):
+                raise ConflictError(
+                    f"environment {name!r} is part of {', '.join(users[:5])}",
+                    hint="remove those first, or replace them",
+                )
+            doomed = self._only_of(stored, record)
             try:
                 for digest in doomed:
                     self.layers.remove(digest, live=live)
             except ConflictError as error:
                 raise ConflictError(f"environment {name!r} is in use: {error.message}", hint=error.hint) from error
-            path.unlink(missing_ok=True)
+            self._path(stored).unlink(missing_ok=True)
+            self._drop_runs(live)
+
+    def _only_of(self, stored: Reference, record: EnvironmentRecord) -> Sequence[str]:
+        """The layers that nothing else has. What a name was before has no say: it goes when it has lost a layer."""
+        others: set[str] = set()
+        before: dict[Reference, EnvironmentRecord] = {}
+        for reference in self._references():
+            if reference == stored:
+                continue
+            found = self._loaded(reference)
+            if found is None:
+                continue
+            if reference.digest is not None and not self._users_of(reference, found.info.digest):
+                before[reference] = found
+            else:
+                others.update(self._layers_of(reference))
+        doomed = [digest for digest in record.info.layers if digest not in others]
+        for reference, found in before.items():
+            if set(found.info.layers) & set(doomed):
+                self._path(reference).unlink(missing_ok=True)
+        return doomed
+
+    def _users_of(self, stored: Reference, digest: str) -> Sequence[str]:
+        """Composed environments that have the record at `stored` as a part; what they were before has no say."""
+        found = []
+        for reference in self._references():
+            record = self._loaded(reference)
+            if record is None or reference == stored or reference.digest is not None:
+                continue
+            if any(_is_part(part, stored, digest, locked=not record.info.follow) for part in record.info.parts):
+                found.append(str(reference))
+        return sorted(found)
+
+    def _drop_runs(self, live: Collection[str]) -> Sequence[str]:
+        """Collapsed layers that no environment has the layers of any more; a sandbox keeps its own."""
+        named = [self._layers_of(reference) for reference in self._references()]
+        removed = []
+        for digest in self.runs.drop(lambda layers: any(known[: len(layers)] == layers for known in named)):
+            if digest in {d for layers in named for d in layers} or digest in self.runs.digests():
+                continue
+            try:
+                self.layers.remove(digest, live=live)
+            except ConflictError:
+                continue
+            removed.append(digest)
+        return removed
 
     def collect(self, *, live: Collection[str] = ()) -> tuple[str, ...]:
         """Remove records that no name stands for, and layers that none names and nothing uses; which layers.
 
         For node start, and after replacing.
         """
-        removed = []
+        removed: set[str] = set()
         with self.layers.collecting():
-            for reference in list(self._references()):
-                if reference.digest is not None:
+            for reference in tuple(self._references()):
+                record = self._loaded(reference) if reference.digest is not None else None
+                if record is not None and not self._users_of(reference, record.info.digest):
                     self._path(reference).unlink(missing_ok=True)
-            named = {digest for reference in self._references() for digest in self._layers_of(reference)}
+            removed.update(self._drop_runs(live))
+            named = self.named()
             for digest in self.layers.digests():
                 if digest in named or digest in live:
                     continue
@@ -293,11 +390,11 @@ class EnvironmentStore:
                     self.layers.remove(digest)
                 except ConflictError:
                     continue
-                removed.append(digest)
+                removed.add(digest)
             for path in self._builds.glob("*.json"):
                 if self.built(path.stem) is None:
                     path.unlink(missing_ok=True)
-        return tuple(removed)
+        return tuple(sorted(removed))
 
     # ---- helpers ------------------------------------------------------------------------------
 
@@ -311,10 +408,20 @@ class EnvironmentStore:
         raise ConflictError(f"{reference} is what {record.info.name} stands for now", hint="remove that name")
 
     def _layers_of(self, reference: Reference) -> tuple[str, ...]:
+        """As it is now; of one that follows parts that are gone, what it was."""
+        record = self._loaded(reference)
+        if record is None:
+            return ()
         try:
-            return self._load(reference).info.layers
+            return self._current(record, 0).layers
+        except (EnvironmentNotFoundError, LimitError):
+            return record.info.layers
+
+    def _loaded(self, reference: Reference) -> EnvironmentRecord | None:
+        try:
+            return self._load(reference)
         except FileNotFoundError:
-            return ()  # removed meanwhile
+            return None  # removed meanwhile
 
     def _replace(self, path: Path, data: bytes) -> None:
         """The new content, or the old one, also after a power loss."""
@@ -330,7 +437,7 @@ class EnvironmentStore:
         try:
             return self.layers.get(digest)
         except NotFoundError as error:
-            name = next(part.name for part in parts if digest in part.layers)
+            name = next((part.name for part in parts if digest in part.layers), "?")
             raise StorageError(
                 f"environment {name!r} has lost its layer {digest[:12]}",
                 hint=f"build it again: dsec env build {name} --replace …",
@@ -365,6 +472,14 @@ def environment_info(name: str, layers: LayerStore, built: BuildRecord, *, creat
         entrypoint=built.config.entrypoint,
         command=built.config.command,
     )
+
+
+def _is_part(part: EnvironmentPart, stored: Reference, digest: str, *, locked: bool) -> bool:
+    """Whether a part is the record at `stored`: by its tag, or as the exact record that it is locked to."""
+    named = parse_reference(part.reference)
+    if stored.digest is None and named.digest is None:
+        return named == stored
+    return named.name == stored.name and part.digest == digest and (locked or named.digest is not None)
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

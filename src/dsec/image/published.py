@@ -117,7 +117,7 @@ def push_now(store: EnvironmentStore, request: PushRequest, report: Report) -> E
         raise UnsupportedError(
             f"the store {place.url} is read only", hint="push to the directory or bucket that the web server serves"
         )
-    locked, lease = store.acquire(Environment(base=request.name))
+    locked, lease = store.acquire(Environment(base=request.name), collapsed=False)
     with lease:
         _check_kinds(request.name, locked.layers)
         require_store(place, make=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -11,7 +12,7 @@ from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.spec import check_env, check_path
 from dsec.wire import codec
-from dsec.wire.environments import EnvironmentInfo
+from dsec.wire.environments import EnvironmentInfo, EnvironmentPart, Role
 
 
 class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,3 +91,41 @@ def stack_layers(parts: Iterable[Sequence[str]]) -> tuple[str, ...]:
     """
     digests = [digest for layers in parts for digest in layers]
     return tuple(reversed(dict.fromkeys(reversed(digests))))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part as it is now."""
+
+    role: Role
+    reference: str
+    info: EnvironmentInfo
+
+    def locked(self) -> EnvironmentPart:
+        return EnvironmentPart(
+            role=self.role, reference=self.reference, digest=self.info.digest, layers=self.info.layers
+        )
+
+
+def combine(name: str, parts: Sequence[Part], *, follow: bool, created_at: float) -> EnvironmentInfo:
+    """The environment that these parts make, lowest first."""
+    layers = stack_layers(part.info.layers for part in parts)
+    config = merge_configs(config_of(part.info) for part in parts)
+    sizes = {d: size for part in parts for d, size in zip(part.info.layers, part.info.layer_bytes, strict=False)}
+    return EnvironmentInfo(
+        name=name,
+        digest=record_digest(layers, config),
+        layers=layers,
+        size_bytes=sum(sizes.get(digest, 0) for digest in layers),
+        layer_bytes=tuple(sizes.get(digest, 0) for digest in layers),
+        created_at=created_at,
+        source=", ".join(f"{part.role} {part.reference}" for part in parts)[:500],
+        kind=parts[-1].info.kind,
+        env=config.env,
+        user=config.user,
+        workdir=config.workdir,
+        entrypoint=config.entrypoint,
+        command=config.command,
+        parts=tuple(part.locked() for part in parts),
+        follow=follow,
+    )

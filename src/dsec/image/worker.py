@@ -17,8 +17,10 @@ from typing import Final
 
 import msgspec
 
-from dsec.core.errors import ConflictError, EnvironmentNotFoundError, InvalidArgumentError
+from dsec.core.errors import ConflictError, DsecError, EnvironmentNotFoundError, InvalidArgumentError
+from dsec.core.limits import COLLAPSE_ABOVE
 from dsec.image import imported, published
+from dsec.image.collapse import collapse_now
 from dsec.image.environments import EnvironmentStore, environment_info
 from dsec.image.export.run import export_now
 from dsec.image.imported import Importer
@@ -26,7 +28,7 @@ from dsec.image.make import Report, log, make_layer, progress, typed
 from dsec.image.published import ImageRecord, read_image
 from dsec.image.records import BuildRecord, EnvironmentRecord, ImageConfig
 from dsec.image.registry.client import DEFAULT_SETTINGS, RegistrySettings
-from dsec.image.sources import debian, directory, oci, tarball
+from dsec.image.sources import debian, directory, git, oci, tarball
 from dsec.image.sources.apt import host_suite
 from dsec.image.stack import CannotStackError, Unpacking, unpack_stack
 from dsec.image.stage import Stage
@@ -40,6 +42,7 @@ from dsec.wire.environments import (
     DebianSource,
     DirectorySource,
     EnvironmentInfo,
+    GitSource,
     ImageSource,
     OciSource,
     Ownership,
@@ -50,6 +53,7 @@ from dsec.wire.environments import (
 )
 from dsec.wire.errors import body_of
 from dsec.wire.images import ExportedImage, ExportRequest
+from dsec.wire.layers import CollapseRequest
 
 _NICENESS: Final = 5  # running sandboxes come first
 _PROXIES: Final = ("http_proxy", "https_proxy", "no_proxy")
@@ -59,9 +63,10 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the parent sends."""
 
     state: str
-    build: BuildRequest | None = None  # one of the three
+    build: BuildRequest | None = None  # one of the four
     push: PushRequest | None = None
     export: ExportRequest | None = None
+    collapse: CollapseRequest | None = None
     data: dict[str, str] = {}  # export: files with the data of layers that are loaded from stores
     registries: RegistrySettings = DEFAULT_SETTINGS
 
@@ -112,6 +117,8 @@ def build_key(source: BuildSource, image: ImageRecord | None = None, importer: I
         return tarball.build_key(source)
     if isinstance(source, OciSource):
         return oci.build_key(source)
+    if isinstance(source, GitSource):
+        return git.build_key(source)
     if isinstance(source, ImageSource):
         return (importer or Importer(Path())).build_key(source)
     return debian.build_key(source)
@@ -127,6 +134,8 @@ def describe(source: BuildSource) -> str:
         return f"OCI layout {source.path}" + (f" ({source.reference})" if source.reference else "")
     if isinstance(source, StoreSource):
         return f"environment {source.environment} of {source.url}"[:500]
+    if isinstance(source, GitSource):
+        return f"commit {source.commit} of {source.url}"[:500]
     if isinstance(source, ImageSource):
         return imported.describe(source)[:500]
     packages = ", ".join(sorted(set(source.packages))) or "no further packages"
@@ -226,6 +235,8 @@ def _stage(source: TreeSource, tree: Path, work: Path, report: Report, proxies: 
             tarball.fill(source, stage)
         elif isinstance(source, OciSource):
             config = oci.fill(source, stage)
+        elif isinstance(source, GitSource):
+            config = git.fill(source, stage, work, log=lambda line: log(report, line), proxies=proxies)
         else:
             config = debian.fill(source, stage, work, log=lambda line: log(report, line), proxies=proxies)
         stage.finish()
@@ -271,8 +282,20 @@ def _run(store: EnvironmentStore, job: Job, proxies: Mapping[str, str]) -> Envir
         return export_now(store, job.export, _write, settings=job.registries, environ=os.environ, data=job.data)
     if job.build is not None:
         importer = Importer(store.state, job.registries, os.environ)
-        return build_now(store, job.build, _write, proxies=proxies, importer=importer)
+        return _collapsed(store, build_now(store, job.build, _write, proxies=proxies, importer=importer))
+    if job.collapse is not None:
+        return collapse_now(store, job.collapse, _write)
     raise InvalidArgumentError("a job without anything to do")
+
+
+def _collapsed(store: EnvironmentStore, info: EnvironmentInfo) -> EnvironmentInfo:
+    """What has been built is of use as it is; one with many layers is more so when runs of them are one."""
+    if len(info.layers) > COLLAPSE_ABOVE:
+        try:
+            collapse_now(store, CollapseRequest(name=info.name), _write)
+        except (DsecError, OSError) as error:
+            log(_write, f"its layers stay as they are: {typed(error).message}")
+    return info
 
 
 def _write(event: BuildEvent) -> None:

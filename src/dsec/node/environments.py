@@ -10,11 +10,13 @@ from typing import Protocol
 
 from dsec.backends.base import Layer
 from dsec.core.spec import Environment
-from dsec.image.build import build_events, export_events, push_events
+from dsec.image.build import build_events, collapse_events, export_events, push_events
+from dsec.image.compose import compose, update
 from dsec.image.environments import EnvironmentStore, StoreFacts
+from dsec.image.inventory import find_layer, get_layer, list_layers, remove_layer
 from dsec.image.registry.blobs import BlobCache
 from dsec.image.registry.client import DEFAULT_SETTINGS, RegistrySettings
-from dsec.node.loading import environment_stats, record_trace
+from dsec.node.loading import environment_stats, layer_use, record_trace
 from dsec.storage.layers import LayerLocation
 from dsec.storage.remote import RemoteLayers
 from dsec.wire.environments import (
@@ -23,9 +25,11 @@ from dsec.wire.environments import (
     EnvironmentInfo,
     EnvironmentStats,
     EnvironmentTrace,
+    LayerUse,
     PushRequest,
 )
 from dsec.wire.images import ExportRequest
+from dsec.wire.layers import CollapseRequest, ComposeRequest, LayerInfo
 
 
 class Hold(Protocol):
@@ -58,10 +62,11 @@ class Environments(Protocol):
         """For sandboxes that are adopted. Raises NotFoundError when a layer is gone."""
         ...
 
-    async def list(self) -> list[EnvironmentInfo]: ...
     async def layers(self, digests: Sequence[str]) -> tuple[Hold, tuple[Layer, ...]]:
         """These, lowest first, as a backend mounts them. Raises NotFoundError when one is gone."""
         ...
+
+    async def list(self) -> list[EnvironmentInfo]: ...
 
     async def get(self, name: str) -> EnvironmentInfo: ...
 
@@ -79,6 +84,36 @@ class Environments(Protocol):
 
     def export(self, request: ExportRequest) -> AsyncIterator[BuildEvent]:
         """The story of an export to a registry or a file, as of a build."""
+        ...
+
+    async def compose(self, request: ComposeRequest) -> EnvironmentInfo:
+        """Raises EnvironmentNotFoundError, InvalidArgumentError, LimitError, ConflictError."""
+        ...
+
+    async def update(self, name: str) -> EnvironmentInfo:
+        """As `compose`, for what is composed already."""
+        ...
+
+    def collapse(self, request: CollapseRequest) -> AsyncIterator[BuildEvent]:
+        """The story of a collapse, as of a build."""
+        ...
+
+    async def named(self) -> Collection[str]:
+        """Layers that environments have, and those that stand for runs of them."""
+        ...
+
+    async def list_layers(self) -> Sequence[LayerInfo]: ...
+
+    async def get_layer(self, digest: str) -> LayerInfo:
+        """Raises NotFoundError."""
+        ...
+
+    async def use_of_layer(self, digest: str) -> LayerUse:
+        """Raises NotFoundError."""
+        ...
+
+    async def remove_layer(self, digest: str, *, live: Collection[str]) -> None:
+        """Raises NotFoundError, ConflictError while an environment or a sandbox has it."""
         ...
 
     async def stats(self, name: str) -> EnvironmentStats:
@@ -174,6 +209,34 @@ class StoredEnvironments:
 
     def export(self, request: ExportRequest) -> AsyncIterator[BuildEvent]:
         return export_events(self._store, request, registries=self._registries, serve=self._remote.serve)
+
+    async def compose(self, request: ComposeRequest) -> EnvironmentInfo:
+        return await asyncio.to_thread(compose, self._store, request)
+
+    async def update(self, name: str) -> EnvironmentInfo:
+        return await asyncio.to_thread(update, self._store, name)
+
+    def collapse(self, request: CollapseRequest) -> AsyncIterator[BuildEvent]:
+        return collapse_events(self._store, request)
+
+    async def named(self) -> Collection[str]:
+        return await asyncio.to_thread(self._store.named)
+
+    async def list_layers(self) -> Sequence[LayerInfo]:
+        return await asyncio.to_thread(list_layers, self._store)
+
+    async def get_layer(self, digest: str) -> LayerInfo:
+        return await asyncio.to_thread(get_layer, self._store, digest)
+
+    async def use_of_layer(self, digest: str) -> LayerUse:
+        return await asyncio.to_thread(lambda: layer_use(self._store, self._remote, find_layer(self._store, digest)))
+
+    async def remove_layer(self, digest: str, *, live: Collection[str]) -> None:
+        def work() -> None:
+            found = remove_layer(self._store, digest, live=live)
+            self._remote.forget(found, unless=self._store.layers.has)
+
+        await asyncio.to_thread(work)
 
     async def stats(self, name: str) -> EnvironmentStats:
         return await asyncio.to_thread(environment_stats, self._store, self._remote, name)

@@ -16,6 +16,11 @@ def environment_stats(store: EnvironmentStore, remote: RemoteLayers, name: str) 
     return EnvironmentStats(name=name, layers=tuple(_use(store.layers, layer, remote) for layer in layers))
 
 
+def layer_use(store: EnvironmentStore, remote: RemoteLayers, digest: str) -> LayerUse:
+    """Raises NotFoundError, UnavailableError without the loader."""
+    return _use(store.layers, store.layers.get(digest), remote)
+
+
 def _use(layers: LayerStore, layer: LayerLocation, remote: RemoteLayers) -> LayerUse:
     if layer.remote is None:
         size = layers.record(layer.digest).size_bytes

@@ -14,6 +14,7 @@ from dsec.backends.base import Backend
 from dsec.core.clock import Clock, SystemClock
 from dsec.core.errors import DsecError, HostError, NodeRetiredError, SandboxNotFoundError, StorageError
 from dsec.core.ids import NodeId, node_of, parse_sandbox_id
+from dsec.core.limits import COLLAPSE_ABOVE
 from dsec.core.spec import Substrate
 from dsec.core.states import EndCause
 from dsec.node.admission import Room, memory_promised_max
@@ -39,6 +40,8 @@ from dsec.node.warmpool import WarmPool
 from dsec.observe.logs import get_logger
 from dsec.storage.space import free_bytes
 from dsec.storage.volumes import VolumeStore
+from dsec.wire.environments import EnvironmentInfo
+from dsec.wire.layers import CollapseRequest
 from dsec.wire.records import NodeLoad
 
 log = get_logger(__name__)
@@ -281,7 +284,7 @@ class Node:
 
         What cannot be let go now is at the next start.
         """
-        named = {digest for info in await self.environments.list() for digest in info.layers}
+        named = set(await self.environments.named())
         live = self.layers_in_use()
         for backend in self.backends.values():
             try:
@@ -292,6 +295,16 @@ class Node:
     def layers_in_use(self) -> set[str]:
         """Of sandboxes and snapshots."""
         return {digest for sandbox in self.registry for digest in sandbox.row.layers} | self.snapshots.layers()
+
+    def collapse_soon(self, environment: EnvironmentInfo) -> None:
+        """Beside other work: with many layers, runs of them are made one. It is of use as it is, too."""
+        if len(environment.layers) > COLLAPSE_ABOVE:
+            self._tasks.spawn(self._collapse(environment.name))
+
+    async def _collapse(self, name: str) -> None:
+        async for event in self.environments.collapse(CollapseRequest(name=name)):
+            if event.kind == "error":
+                log.warning("layers could not be collapsed", environment=name, error=event.message)
 
     # -- inside ------------------------------------------------------------------------------------
 

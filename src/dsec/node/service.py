@@ -26,6 +26,7 @@ from dsec.node import streams
 from dsec.node.doctor import examine
 from dsec.node.execs import NodeExec
 from dsec.node.files import call_agent, decode_args, session_info, session_open
+from dsec.node.layerdesk import LayerDesk
 from dsec.node.listing import list_sandboxes
 from dsec.node.node import Node
 from dsec.node.rights import check_rights, check_source, check_store_of, check_target, project_seen
@@ -54,6 +55,7 @@ class Service:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        desk = LayerDesk(node)
         self._unary: dict[Method, tuple[Any, _Unary]] = {
             Method.CREATE: (records.CreateRequest, self._create),
             Method.GET: (records.SandboxRef, self._get),
@@ -86,6 +88,7 @@ class Service:
             Method.VOLUME_LIST: (wire.Nothing, self._volume_list),
             Method.VOLUME_GET: (VolumeRef, self._volume_get),
             Method.VOLUME_REMOVE: (VolumeRef, self._volume_remove),
+            **desk.unary(),
             Method.DOCTOR: (wire.Nothing, self._doctor),
             Method.HEALTH: (wire.Nothing, self._health),
             **{method: (wire.FileCall, self._file_call(method)) for method in _FILE_CALLS},
@@ -101,6 +104,7 @@ class Service:
             Method.CONNECT: (wire.FileCall, self._connect),
             Method.ENVIRONMENT_BUILD: (BuildRequest, self._environment_build),
             Method.ENVIRONMENT_PUSH: (PushRequest, self._environment_push),
+            **desk.streaming(),
             Method.ENVIRONMENT_EXPORT: (ExportRequest, self._environment_export),
         }
 

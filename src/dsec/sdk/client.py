@@ -26,6 +26,7 @@ from dsec.core.spec import Environment
 from dsec.core.states import ENDED
 from dsec.sdk.endpoint import find_endpoint
 from dsec.sdk.environments import AsyncEnvironments
+from dsec.sdk.layers import AsyncLayers
 from dsec.sdk.lines import json_lines
 from dsec.sdk.requests import CreateOptions, make_spec
 from dsec.sdk.sandbox import AsyncSandbox
@@ -39,6 +40,7 @@ from dsec.wire.records import BatchItem, BatchRequest, CreateRequest, DoctorRepo
 from dsec.wire.records import Sandbox as SandboxInfo
 
 _MARGIN_S: Final = 10.0  # beyond the service's own deadline, for its answer to arrive
+_GC_TIMEOUT_S: Final = 600.0
 _UNDO_TIMEOUT_S: Final = 15.0
 _BATCH_STALLS_MAX: Final = 6
 
@@ -63,6 +65,7 @@ class AsyncClient:
     def __init__(self, url: str | None = None, token: str | None = None, *, request_timeout_s: float = 60.0) -> None:
         self._transport = Transport(find_endpoint(url, token), request_timeout_s=request_timeout_s)
         self._environments = AsyncEnvironments(self._transport)
+        self._layers = AsyncLayers(self._transport, self._environments)
         self._volumes = AsyncVolumes(self._transport)
         self._tokens = AsyncTokens(self._transport)
         self._snapshots = AsyncSnapshots(self, self._transport)
@@ -79,6 +82,11 @@ class AsyncClient:
     def environments(self) -> AsyncEnvironments:
         """What sandboxes start from."""
         return self._environments
+
+    @property
+    def layers(self) -> AsyncLayers:
+        """What environments are made of."""
+        return self._layers
 
     @property
     def snapshots(self) -> AsyncSnapshots:

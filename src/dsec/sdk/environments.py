@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -27,6 +27,7 @@ from dsec.wire.environments import (
 )
 from dsec.wire.errors import ErrorBody, error_of
 from dsec.wire.images import Export, ExportedImage, ExportTarget
+from dsec.wire.layers import Composition, EnvironmentDiff
 
 _ATTEMPTS_MAX: Final = 6
 
@@ -95,6 +96,39 @@ class AsyncEnvironments:
         request = BuildRequest(name=name, source=source, replace=replace, refresh=refresh)
         return await self._follow("/environments", request, on_event)
 
+    async def create(
+        self,
+        name: str,
+        base: str,
+        *,
+        workspace: str | None = None,
+        toolkits: Sequence[str] = (),
+        follow: bool = False,
+        replace: bool = False,
+    ) -> EnvironmentInfo:
+        """Puts the environment `name` together from others, each by reference: NAME, NAME:TAG or NAME@DIGEST.
+
+        Later ones hide what earlier ones have in the same place. It stays what its parts are now, until `update`; with
+        `follow` they are looked up at each create of a sandbox. Put together the same way already is success; other
+        content is a ConflictError unless `replace`.
+        """
+        of = Composition(base=base, workspace=workspace, toolkits=tuple(toolkits), follow=follow, replace=replace)
+        return await self._transport.call("PUT", _path(name), EnvironmentInfo, body=of, repeatable=True)
+
+    async def update(self, name: str) -> EnvironmentInfo:
+        """Locks an environment that is made of others to what those are now. What it was stays as NAME@DIGEST."""
+        return await self._transport.call("POST", _path(name, ":update"), EnvironmentInfo, repeatable=True)
+
+    async def diff(self, one: str, other: str) -> EnvironmentDiff:
+        """What `other` has more, less and otherwise: layers, parts and configuration."""
+        return await self._transport.call(
+            "GET", _path(one, "/diff"), EnvironmentDiff, query={"other": str(parse_reference(other))}
+        )
+
+    async def collapse(self, name: str, *, on_event: Callable[[BuildEvent], Any] | None = None) -> EnvironmentInfo:
+        """As `client.layers.collapse`."""
+        return await self._follow(_path(name, ":collapse"), None, on_event)
+
     async def push(
         self, name: str, store: str, *, on_event: Callable[[BuildEvent], Any] | None = None
     ) -> EnvironmentInfo:
@@ -115,7 +149,7 @@ class AsyncEnvironments:
         `ArchiveTarget("/file.tar")` for `docker load`. What is there already is not sent again. ConflictError,
         NotFoundError and StorageError as the registry says.
         """
-        done = await self._followed(f"/environments/{parse_reference(name)}:export", Export(target), on_event)
+        done = await self._followed(_path(name, ":export"), Export(target), on_event)
         if done.exported is None:
             raise ProtocolError("the service does not say what it has done")
         return done.exported
@@ -133,7 +167,7 @@ class AsyncEnvironments:
         return await self._transport.call("POST", path, EnvironmentTrace, repeatable=True)
 
     async def _follow(
-        self, path: str, request: BuildRequest | PushTarget, on_event: Callable[[BuildEvent], Any] | None
+        self, path: str, request: BuildRequest | PushTarget | None, on_event: Callable[[BuildEvent], Any] | None
     ) -> EnvironmentInfo:
         done = await self._followed(path, request, on_event)
         if done.environment is None:
@@ -143,7 +177,7 @@ class AsyncEnvironments:
     async def _followed(
         self,
         path: str,
-        request: BuildRequest | PushTarget | Export,
+        request: BuildRequest | PushTarget | Export | None,
         on_event: Callable[[BuildEvent], Any] | None,
     ) -> BuildEvent:
         attempt = 0
@@ -158,7 +192,7 @@ class AsyncEnvironments:
     async def _told(
         self,
         path: str,
-        request: BuildRequest | PushTarget | Export,
+        request: BuildRequest | PushTarget | Export | None,
         on_event: Callable[[BuildEvent], Any] | None,
     ) -> BuildEvent:
         async with self._transport.stream("POST", path, body=request, headers={"Accept": api.TYPE_NDJSON}) as response:

@@ -17,6 +17,7 @@ from dsec.sdk.blocking import Blocking, portal, unwrap
 from dsec.sdk.client import AsyncClient, AsyncCreated
 from dsec.sdk.environments import AsyncEnvironments
 from dsec.sdk.files import READ_BYTES_DEFAULT, AsyncFiles, AsyncWatch, RemotePath
+from dsec.sdk.layers import AsyncLayers
 from dsec.sdk.ports import AsyncConnection
 from dsec.sdk.process import AsyncProcess
 from dsec.sdk.pty import AsyncPty
@@ -35,8 +36,10 @@ from dsec.wire.environments import (
     EnvironmentInfo,
     EnvironmentStats,
     EnvironmentTrace,
+    LayerUse,
 )
 from dsec.wire.images import ExportedImage, ExportTarget
+from dsec.wire.layers import EnvironmentDiff, LayerInfo
 from dsec.wire.records import (
     DoctorReport,
     ExecInfo,
@@ -402,6 +405,38 @@ class Environments(Blocking[AsyncEnvironments]):
             lambda bridge: self._async.build(name, source, replace=replace, refresh=refresh, on_event=bridge(on_event))
         )
 
+    def create(
+        self,
+        name: str,
+        base: str,
+        *,
+        workspace: str | None = None,
+        toolkits: Sequence[str] = (),
+        follow: bool = False,
+        replace: bool = False,
+    ) -> EnvironmentInfo:
+        """Puts the environment `name` together from others, each by reference: NAME, NAME:TAG or NAME@DIGEST.
+
+        Later ones hide what earlier ones have in the same place. It stays what its parts are now, until `update`; with
+        `follow` they are looked up at each create of a sandbox. Put together the same way already is success; other
+        content is a ConflictError unless `replace`.
+        """
+        return portal().run(
+            self._async.create(name, base, workspace=workspace, toolkits=toolkits, follow=follow, replace=replace)
+        )
+
+    def update(self, name: str) -> EnvironmentInfo:
+        """Locks an environment that is made of others to what those are now. What it was stays as NAME@DIGEST."""
+        return portal().run(self._async.update(name))
+
+    def diff(self, one: str, other: str) -> EnvironmentDiff:
+        """What `other` has more, less and otherwise: layers, parts and configuration."""
+        return portal().run(self._async.diff(one, other))
+
+    def collapse(self, name: str, *, on_event: Callable[[BuildEvent], Any] | None = None) -> EnvironmentInfo:
+        """As `client.layers.collapse`."""
+        return portal().run_calling(lambda bridge: self._async.collapse(name, on_event=bridge(on_event)))
+
     def push(self, name: str, store: str, *, on_event: Callable[[BuildEvent], Any] | None = None) -> EnvironmentInfo:
         """Puts an environment into a store, from which other nodes build it with `StoreSource`.
 
@@ -435,6 +470,50 @@ class Environments(Blocking[AsyncEnvironments]):
     def remove(self, name: str, *, missing_ok: bool = False) -> None:
         """Removes the name; its layers go once nothing uses them. Raises EnvironmentNotFoundError."""
         portal().run(self._async.remove(name, missing_ok=missing_ok))
+
+
+class Layers(Blocking[AsyncLayers]):
+    """`client.layers`: what is on the node's disk, each once however many environments have it."""
+
+    def build(
+        self,
+        name: str,
+        source: BuildSource,
+        *,
+        replace: bool = False,
+        refresh: bool = False,
+        on_event: Callable[[BuildEvent], Any] | None = None,
+    ) -> EnvironmentInfo:
+        """Makes the layers of `name` (NAME, or NAME:TAG), to be a part of environments or one by itself.
+
+        As `client.environments.build`: an image keeps one layer for each of its own, other sources give one.
+        """
+        return portal().run_calling(
+            lambda bridge: self._async.build(name, source, replace=replace, refresh=refresh, on_event=bridge(on_event))
+        )
+
+    def list(self) -> list[LayerInfo]:
+        """All of them, by digest."""
+        return portal().run(self._async.list())
+
+    def get(self, digest: str) -> LayerInfo:
+        """One of them, by its digest or 12 digits of it. Raises NotFoundError."""
+        return portal().run(self._async.get(digest))
+
+    def stats(self, digest: str) -> LayerUse:
+        """How much of it has been loaded from its store, and why the store failed last."""
+        return portal().run(self._async.stats(digest))
+
+    def remove(self, digest: str) -> None:
+        """Removes a layer that no environment and no sandbox has. Raises NotFoundError, ConflictError."""
+        portal().run(self._async.remove(digest))
+
+    def collapse(self, environment: str, *, on_event: Callable[[BuildEvent], Any] | None = None) -> EnvironmentInfo:
+        """Makes one layer of runs of an environment's lower layers, for creates from now on; sandboxes see the same.
+
+        Of environments with more than 16 layers; it is done by itself when they are built or composed.
+        """
+        return portal().run_calling(lambda bridge: self._async.collapse(environment, on_event=bridge(on_event)))
 
 
 class Volumes(Blocking[AsyncVolumes]):
@@ -965,6 +1044,12 @@ class Client(Blocking[AsyncClient]):
         return result
 
     @property
+    def layers(self) -> Layers:
+        """What environments are made of."""
+        result: Layers = wrap(self._async.layers)
+        return result
+
+    @property
     def snapshots(self) -> Snapshots:
         """What sandboxes had on their disks, kept by name."""
         result: Snapshots = wrap(self._async.snapshots)
@@ -1125,6 +1210,7 @@ _KINDS: dict[type, Any] = {
     AsyncFiles: Files,
     AsyncConnection: Connection,
     AsyncEnvironments: Environments,
+    AsyncLayers: Layers,
     AsyncVolumes: Volumes,
     AsyncTokens: Tokens,
     AsyncSnapshot: Snapshot,

@@ -18,9 +18,11 @@ from dsec.wire.environments import (
     EnvironmentInfo,
     EnvironmentStats,
     EnvironmentTrace,
+    LayerUse,
     PushRequest,
 )
 from dsec.wire.images import ExportRequest
+from dsec.wire.layers import CollapseRequest, ComposeRequest, LayerInfo
 
 _COMMAND = ("sleep", "infinity")
 
@@ -57,6 +59,31 @@ class ImaginedEnvironments:
     async def export(self, request: ExportRequest) -> AsyncIterator[BuildEvent]:
         raise _nothing_here()
         yield  # makes this an iterator
+
+    async def compose(self, request: ComposeRequest) -> EnvironmentInfo:
+        raise _nothing_here()
+
+    async def update(self, name: str) -> EnvironmentInfo:
+        raise _nothing_here()
+
+    async def collapse(self, request: CollapseRequest) -> AsyncIterator[BuildEvent]:
+        raise _nothing_here()
+        yield  # makes this an iterator
+
+    async def named(self) -> Collection[str]:
+        return ()
+
+    async def list_layers(self) -> Sequence[LayerInfo]:
+        return ()
+
+    async def get_layer(self, digest: str) -> LayerInfo:
+        raise _nothing_here()
+
+    async def use_of_layer(self, digest: str) -> LayerUse:
+        raise _nothing_here()
+
+    async def remove_layer(self, digest: str, *, live: Collection[str]) -> None:
+        raise _nothing_here()
 
     async def stats(self, name: str) -> EnvironmentStats:
         return EnvironmentStats(name=name, layers=())

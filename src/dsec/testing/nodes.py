@@ -12,9 +12,11 @@ from dsec.backends.base import Layer
 from dsec.backends.fake.backend import FakeBackend
 from dsec.backends.fake.host import FakeHost
 from dsec.core.clock import Clock
-from dsec.core.errors import EnvironmentNotFoundError, UnavailableError
+from dsec.core.errors import EnvironmentNotFoundError, NotFoundError, UnavailableError
 from dsec.core.spec import Environment, SandboxSpec, Substrate
+from dsec.image.compose import roles_of
 from dsec.image.environments import StoreFacts
+from dsec.image.records import Part, combine
 from dsec.node.config import NodeConfig
 from dsec.node.environments import Hold, Resolved
 from dsec.node.node import Node
@@ -29,10 +31,12 @@ from dsec.wire.environments import (
     EnvironmentInfo,
     EnvironmentStats,
     EnvironmentTrace,
+    LayerUse,
     PushRequest,
 )
 from dsec.wire.frames import Frame
 from dsec.wire.images import ExportedImage, ExportRequest
+from dsec.wire.layers import CollapseRequest, ComposeRequest, LayerInfo
 from dsec.wire.node import Caller, Method, Right
 
 T = TypeVar("T")
@@ -101,6 +105,33 @@ class FakeEnvironments:
         exported = ExportedImage(reference="fake", digest="sha256:" + "0" * 64, size_bytes=0)
         yield BuildEvent(kind="progress", stage="push", message="nothing to do")
         yield BuildEvent(kind="done", exported=exported)
+
+    async def compose(self, request: ComposeRequest) -> EnvironmentInfo:
+        parts = [(role, await self.get(reference)) for role, reference in roles_of(request.of.environment())]
+        found = [Part(role, info.name, info) for role, info in parts]
+        info = combine(request.name, found, follow=request.of.follow, created_at=0.0)
+        return self._infos.setdefault(request.name, info)
+
+    async def update(self, name: str) -> EnvironmentInfo:
+        return await self.get(name)
+
+    async def collapse(self, request: CollapseRequest) -> AsyncIterator[BuildEvent]:
+        yield BuildEvent(kind="done", environment=await self.get(request.name))
+
+    async def named(self) -> Collection[str]:
+        return ()
+
+    async def list_layers(self) -> Sequence[LayerInfo]:
+        return ()
+
+    async def get_layer(self, digest: str) -> LayerInfo:
+        raise NotFoundError(f"there is no layer {digest} on this node")
+
+    async def use_of_layer(self, digest: str) -> LayerUse:
+        raise NotFoundError(f"there is no layer {digest} on this node")
+
+    async def remove_layer(self, digest: str, *, live: Collection[str]) -> None:
+        await self.get_layer(digest)
 
     async def stats(self, name: str) -> EnvironmentStats:
         return EnvironmentStats(name=(await self.get(name)).name, layers=())

@@ -23,6 +23,10 @@ _SUITE: Final = re.compile(r"[a-z][a-z0-9-]{0,62}\Z")
 _STAGE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}\Z")
 _ARGUMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}\Z")
 _STORE: Final = re.compile(r"(file:///|https?://|s3://)[!-~]+\Z")
+_GIT_URL: Final = re.compile(r"(file:///|https?://)[!-~]+\Z")
+_COMMIT: Final = re.compile(r"([0-9a-f]{40}|[0-9a-f]{64})\Z")
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+GIT_PATH: Final = "/workspace"
 _STORE_HINT: Final = "file:///directory, https://host/path or s3://bucket/prefix"
 
 
@@ -132,6 +136,43 @@ class DebianSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
             raise InvalidArgumentError(f"variant must be minbase or extract, not {self.variant[:40]!r}")
 
 
+class History(enum.StrEnum):
+    """What of a repository's past is in a workspace."""
+
+    ANCESTORS = "ancestors"  # of the commit, and nothing else
+    NONE = "none"  # the commit's own tree, as the only commit
+    KEEP = "keep"  # everything that the repository has: branches, tags, and what came after
+
+
+class GitSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="git"):
+    """A commit of a git repository, checked out at `path` with its repository beside it.
+
+    Fetched by the node's git, without hooks and without the configuration of anybody. Remotes, logs of references and
+    objects that the commit does not need are left out, unless `history` says so.
+    """
+
+    url: str  # https://…, or file:///… on the node
+    commit: str  # its whole name
+    path: str = GIT_PATH
+    history: History = History.ANCESTORS
+    depth: int | None = None  # of the history, in commits; None: all of it
+    owner: Ownership = Ownership.ROOT
+
+    def __post_init__(self) -> None:
+        if not _GIT_URL.match(self.url) or len(self.url) > limits.PATH_BYTES_MAX or not _is_plain(self.url):
+            raise InvalidArgumentError(
+                f"{self.url[:200]!r} is no repository that can be built from",
+                hint="https://host/path or file:///path, without a user name or password; http only of this machine",
+            )
+        if not _COMMIT.match(self.commit):
+            raise InvalidArgumentError(f"{self.commit[:80]!r} is not the whole name of a commit", hint="40 hex digits")
+        _absolute(self.path)
+        if ".." in self.path.split("/") or self.path.strip("/") == "":
+            raise InvalidArgumentError(f"{self.path[:80]!r} is no place for a work tree", hint="such as /workspace")
+        if self.depth is not None and not 1 <= self.depth <= limits.GIT_DEPTH_MAX:
+            raise LimitError(f"depth must be between 1 and {limits.GIT_DEPTH_MAX}, and is {self.depth}")
+
+
 class StoreSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="store"):
     """An environment that was pushed to a store. Its content stays there, and is loaded as it is read."""
 
@@ -143,7 +184,7 @@ class StoreSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         parse_tagged(self.environment)
 
 
-TreeSource = DirectorySource | TarSource | OciSource | DebianSource  # a tree is made of it
+TreeSource = DirectorySource | TarSource | OciSource | DebianSource | GitSource  # a tree is made of it
 ImageSource = RegistrySource | DockerArchiveSource | DockerfileSource  # becomes an OciSource first
 BuildSource = TreeSource | ImageSource | StoreSource
 
@@ -301,6 +342,15 @@ def check_store(url: str) -> None:
 def is_on_node(url: str) -> bool:
     """Whether a store is a directory of the node."""
     return url.startswith("file:")
+
+
+def _is_plain(url: str) -> bool:
+    """Whether a URL names no account, and nobody on the way can change what comes."""
+    try:
+        parts = urlsplit(url)
+        return "@" not in parts.netloc and (parts.scheme != "http" or parts.hostname in _LOOPBACK)
+    except ValueError:
+        return False
 
 
 def _absolute(path: str) -> None:

@@ -72,6 +72,13 @@ class Method(enum.StrEnum):
     VOLUME_LIST = "volume_list"  # Nothing → volumes.VolumePage
     VOLUME_GET = "volume_get"  # volumes.VolumeRef → volumes.VolumeInfo
     VOLUME_REMOVE = "volume_remove"  # volumes.VolumeRef → Done
+    ENVIRONMENT_COMPOSE = "environment_compose"  # layers.ComposeRequest → environments.EnvironmentInfo
+    ENVIRONMENT_UPDATE = "environment_update"  # environments.EnvironmentRef → environments.EnvironmentInfo
+    ENVIRONMENT_DIFF = "environment_diff"  # layers.DiffRequest → layers.EnvironmentDiff
+    LAYER_LIST = "layer_list"  # Nothing → layers.LayerPage
+    LAYER_GET = "layer_get"  # layers.LayerRef → layers.LayerInfo
+    LAYER_STATS = "layer_stats"  # layers.LayerRef → environments.LayerUse
+    LAYER_REMOVE = "layer_remove"  # layers.LayerRef → Done
     DOCTOR = "doctor"  # Nothing → DoctorReport
     HEALTH = "health"  # Nothing → Health
 
@@ -90,6 +97,7 @@ class Method(enum.StrEnum):
         "environment_build"  # environments.BuildRequest; out: EVENT environments.BuildEvent …, END EnvironmentInfo
     )
     ENVIRONMENT_PUSH = "environment_push"  # environments.PushRequest; out: as environment_build
+    ENVIRONMENT_COLLAPSE = "environment_collapse"  # layers.CollapseRequest; out: as environment_build
     ENVIRONMENT_EXPORT = "environment_export"  # images.ExportRequest; out: EVENT BuildEvent …, END images.ExportedImage
 
 

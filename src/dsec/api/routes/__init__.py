@@ -9,6 +9,7 @@ from dsec.api.routes import (
     execs,
     files,
     host,
+    layers,
     output,
     sandboxes,
     sessions,
@@ -31,6 +32,7 @@ ROUTES: tuple[Route, ...] = (
     *sockets.ROUTES,
     *snapshots.ROUTES,
     *environments.ROUTES,
+    *layers.ROUTES,
     *volumes.ROUTES,
     *tokens.ROUTES,
 )

@@ -22,6 +22,7 @@ from dsec.wire.environments import (
 )
 from dsec.wire.frames import Frame, FrameType
 from dsec.wire.images import Export, ExportedImage, ExportRequest
+from dsec.wire.layers import CollapseRequest
 from dsec.wire.node import Done, Method, Nothing, Right
 
 
@@ -30,40 +31,42 @@ async def list_environments(request: Request) -> Answer:
 
 
 async def get_environment(request: Request) -> Answer:
-    return await request.forward(Method.ENVIRONMENT_GET, _named(request), EnvironmentInfo)
+    return await request.forward(Method.ENVIRONMENT_GET, named(request), EnvironmentInfo)
 
 
 async def remove_environment(request: Request) -> Answer:
-    return await request.forward(Method.ENVIRONMENT_REMOVE, _named(request), Done)
+    return await request.forward(Method.ENVIRONMENT_REMOVE, named(request), Done)
 
 
-def _named(request: Request) -> EnvironmentRef:
+def named(request: Request) -> EnvironmentRef:
     return EnvironmentRef(str(parse_reference(request.segment("name"))))
 
 
 async def environment_stats(request: Request) -> Answer:
-    return await request.forward(Method.ENVIRONMENT_STATS, _named(request), EnvironmentStats)
+    return await request.forward(Method.ENVIRONMENT_STATS, named(request), EnvironmentStats)
 
 
 async def trace_environment(request: Request) -> Answer:
-    return await request.forward(Method.ENVIRONMENT_TRACE, _named(request), EnvironmentTrace)
+    return await request.forward(Method.ENVIRONMENT_TRACE, named(request), EnvironmentTrace)
 
 
 async def build_environment(request: Request) -> None:
-    await _tell(request, Method.ENVIRONMENT_BUILD, await request.record(BuildRequest))
+    await tell(request, Method.ENVIRONMENT_BUILD, await request.record(BuildRequest))
 
 
 async def push_environment(request: Request) -> None:
     target = await request.record(PushTarget)
-    await _tell(request, Method.ENVIRONMENT_PUSH, PushRequest(name=_named(request).name, store=target.store))
+    await tell(request, Method.ENVIRONMENT_PUSH, PushRequest(name=named(request).name, store=target.store))
 
 
 async def export_environment(request: Request) -> None:
     export = await request.record(Export)
-    await _tell(request, Method.ENVIRONMENT_EXPORT, ExportRequest(name=_named(request).name, target=export.target))
+    await tell(request, Method.ENVIRONMENT_EXPORT, ExportRequest(name=named(request).name, target=export.target))
 
 
-async def _tell(request: Request, method: Method, record: BuildRequest | PushRequest | ExportRequest) -> None:
+async def tell(
+    request: Request, method: Method, record: BuildRequest | PushRequest | ExportRequest | CollapseRequest
+) -> None:
     """What fails after its first line is told in the last one; the client's going away cancels it."""
     stream = await request.open(method, record)
     try:
