@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dsec.core.errors import EnvironmentNotFoundError, NotFoundError
 from dsec.image.environments import EnvironmentStore
 from dsec.image.export.run import export_now
 from dsec.image.registry.client import DEFAULT_SETTINGS
@@ -20,6 +22,7 @@ from tests.registries import PASSWORD, registry, write_login
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
 
 pytestmark = pytest.mark.root
+GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/images.md"
 
 
 @pytest.fixture
@@ -34,41 +37,51 @@ def place() -> Iterator[Place]:
         yield found
 
 
-async def dsec(place: Place, *arguments: str) -> str:
-    """stdout of a command that must succeed."""
-    command = [sys.executable, "-m", "dsec", "--url", place.url, *arguments]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=200)
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode().strip()
-
-
-async def test_an_image_is_pulled_used_and_pushed_by_commands(
-    place: Place, host: str, small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Of the service, which runs in this process; the worker gets it from there.
+@pytest.fixture
+def image(host: str, small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """team/small:1 of the registry, and an account for it: the service runs in this process, and its worker below."""
     monkeypatch.setenv("DOCKER_CONFIG", str(write_login(tmp_path / "docker", host)))
-    image = f"{host}/team/small:1"
+    name = f"{host}/team/small:1"
     export_now(
-        EnvironmentStore(small_store), ExportRequest(name=ENVIRONMENT, target=RegistryTarget(image)), lambda _: None,
+        EnvironmentStore(small_store), ExportRequest(name=ENVIRONMENT, target=RegistryTarget(name)), lambda _: None,
         settings=DEFAULT_SETTINGS, environ={"DOCKER_CONFIG": str(tmp_path / "docker")}, data={},
     )  # fmt: skip
+    return name
 
+
+async def test_the_commands_of_the_guide_work(place: Place, host: str, image: str, tmp_path: Path) -> None:
+    (script,) = re.findall(r"^```sh registry\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    environment = {
+        **os.environ,
+        "DSEC_URL": place.url,
+        "REGISTRY": host,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     async with served(place) as (_, client):
-        assert await dsec(place, "image", "pull", image) == "small:1"
-        async with await client.create("small:1") as sb:
-            said = await sb.exec(["/usr/bin/python3", "-c", "print(6 * 7)"], check=True)
-        pushed = json.loads(await dsec(place, "image", "push", "small:1", f"{host}/team/copy:2", "--json"))
-        archive = await dsec(place, "image", "export", "small:1", "--docker-archive", str(tmp_path / "small.tar"))
-        events: list[BuildEvent] = []
-        back = await client.environments.build("back", RegistrySource(pushed["reference"]), on_event=events.append)
-        first = await client.environments.get("small:1")
-        await dsec(place, "env", "build", "loaded", "--docker-archive", archive)
-        loaded = await client.environments.get("loaded")
-        with pytest.raises(Exception, match="there is no image"):
-            await client.environments.build("none", RegistrySource(f"{host}/team/none:1"))
+        done = await asyncio.to_thread(
+            subprocess.run, ["bash", "-euc", script], capture_output=True, timeout=200, env=environment, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        digests = {info.name: info.digest for info in await client.environments.list()}
 
-    assert said.stdout == "42\n"
-    assert back.digest == first.digest == loaded.digest
-    assert pushed["reference"] == f"{host}/team/copy@{pushed['digest']}"
+    assert sorted(digests) == ["again", "loaded", "pinned", "small:1"]
+    assert len(set(digests.values())) == 1
+    assert b"\n42\n" in done.stdout
+
+
+async def test_errors_pushes_and_events_of_the_service(place: Place, host: str, image: str) -> None:
+    events: list[BuildEvent] = []
+    async with served(place) as (_, client):
+        first = await client.environments.build("one", RegistrySource(image), on_event=events.append)
+        pushed = await client.environments.export("one", RegistryTarget(f"{host}/team/x"), on_event=events.append)
+        again = await client.environments.export("one", RegistryTarget(f"{host}/team/x"))
+        with pytest.raises(NotFoundError, match="there is no image"):
+            await client.environments.build("none", RegistrySource(f"{host}/team/none:1"))
+        with pytest.raises(EnvironmentNotFoundError):
+            await client.environments.export("none", RegistryTarget(f"{host}/team/x"))
+
+    assert pushed.reference == f"{host}/team/x@{pushed.digest}"
+    assert (again.digest, again.sent_bytes) == (pushed.digest, 0)
+    assert {event.stage for event in events} >= {"fetch", "stage", "pack", "push", "publish"}
     assert not list((place.state / "staging").iterdir())
-    assert PASSWORD not in repr(events)
+    assert PASSWORD not in repr((events, first))
