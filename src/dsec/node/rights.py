@@ -6,7 +6,7 @@ from typing import Final
 
 from dsec.core.clock import Clock
 from dsec.core.errors import AuthError, ForbiddenError
-from dsec.wire.environments import BuildRequest, DebianSource, RegistrySource, StoreSource, is_on_node
+from dsec.wire.environments import BuildRequest, DebianSource, GitSource, RegistrySource, StoreSource, is_on_node
 from dsec.wire.images import ExportRequest, RegistryTarget
 from dsec.wire.node import Caller, Method, Right
 
@@ -64,6 +64,8 @@ def check_rights(caller: Caller, method: Method, clock: Clock) -> None:
 def check_source(request: BuildRequest, caller: Caller) -> None:
     """The node reads sources as root: only who is on the node may name its files. Raises ForbiddenError."""
     if caller.local or isinstance(request.source, (DebianSource, RegistrySource)):
+        return
+    if isinstance(request.source, GitSource) and request.source.url.startswith("https:"):
         return
     if isinstance(request.source, StoreSource):
         check_store_of(request.source.url, caller)
