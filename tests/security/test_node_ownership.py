@@ -29,7 +29,7 @@ from dsec.wire.node import (
     SetTtl,
     StdinWrite,
 )
-from dsec.wire.snapshots import SnapshotRequest, SnapshotTake
+from dsec.wire.snapshots import Fork, ForkRequest, Rollback, RollbackRequest, SnapshotRequest, SnapshotTake
 
 # Methods that name no sandbox: nothing of another project can be reached by them, or they are for administrators.
 NO_SANDBOX = {
@@ -45,6 +45,17 @@ NO_SANDBOX = {
     Method.ENVIRONMENT_EXPORT,
     Method.ENVIRONMENT_STATS,
     Method.ENVIRONMENT_TRACE,
+    Method.ENVIRONMENT_COMPOSE,
+    Method.ENVIRONMENT_UPDATE,
+    Method.ENVIRONMENT_DIFF,
+    Method.LAYER_LIST,
+    Method.LAYER_GET,
+    Method.LAYER_STATS,
+    Method.LAYER_REMOVE,
+    Method.VOLUME_CREATE,
+    Method.VOLUME_LIST,
+    Method.VOLUME_GET,
+    Method.VOLUME_REMOVE,
     # tests/unit/test_node_snapshots.py has what other projects see of these.
     Method.SNAPSHOT_LIST,
     Method.SNAPSHOT_GET,
@@ -78,6 +89,10 @@ def request_for(method: Method, sandbox: str, exec: str) -> Any:
             return records.SandboxRef(sandbox)
         case Method.SNAPSHOT_TAKE:
             return SnapshotTake(sandbox, SnapshotRequest())
+        case Method.FORK:
+            return Fork(sandbox, ForkRequest())
+        case Method.ROLLBACK:
+            return Rollback(sandbox, RollbackRequest("snap"))
         case Method.SET_TTL:
             return SetTtl(sandbox, records.TtlRequest(ttl_running_s=1.0))
         case Method.EXEC_START:

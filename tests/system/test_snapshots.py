@@ -263,7 +263,9 @@ def place(small_store: Path) -> Iterator[Place]:
         yield place
 
 
-@pytest.mark.parametrize("when", ["copying", "frozen", "making"])
+@pytest.mark.parametrize(
+    "when", [pytest.param("copying", marks=pytest.mark.slow), "frozen", pytest.param("making", marks=pytest.mark.slow)]
+)
 async def test_a_node_killed_in_the_middle_leaves_no_snapshot_and_no_frozen_sandbox(place: Place, when: str) -> None:
     place.start_process()
     async with AsyncClient(place.url) as client:
@@ -309,3 +311,110 @@ async def test_files_in_memory_are_snapshotted_as_well(small_store: Path) -> Non
             snapshot = await sandbox.snapshot()
             async with await snapshot.create() as child:
                 assert await look(child) == before
+
+
+# ---- forks and rollbacks -------------------------------------------------------------------------
+
+
+async def test_forks_have_what_was_there_and_leave_nothing(node: Node) -> None:
+    place, client = node
+    await (await client.create(ENVIRONMENT)).destroy()  # with all that a first one leaves for the next
+    layers = set((place.state / "layers").iterdir())
+    async with place.no_leaks(), await client.create(ENVIRONMENT, memory="64MiB", labels={"run": "7"}) as sandbox:
+        await run(sandbox, _MAKE)
+        before = await look(sandbox)
+        forks = await sandbox.fork(8)
+        assert {fork.info.labels["run"] for fork in forks} == {"7"}
+        assert all([await look(fork) == before for fork in forks[:3]])
+        await forks[0].exec("echo mine > /work/a/file", check=True)
+        assert (await forks[1].exec("cat /work/a/file")).stdout == "one"
+        assert await client.snapshots.list() == []
+        await asyncio.gather(*(fork.destroy() for fork in forks))
+        await eventually(lambda: set((place.state / "layers").iterdir()) == layers)
+
+
+async def test_a_rolled_back_sandbox_has_the_files_of_before_and_runs_nothing(node: Node) -> None:
+    place, client = node
+    await (await client.create(ENVIRONMENT)).destroy()
+    async with place.no_leaks():
+        async with await client.create(ENVIRONMENT, name="rolled", env={"X": "1"}) as sandbox:
+            await run(sandbox, _MAKE)
+            before = await look(sandbox)
+            snapshot = await sandbox.snapshot()
+            await sandbox.exec("rm -rf /work /var; echo x > /bin/new; echo y > /tmp/other", check=True)
+            process = await sandbox.start("sleep 600")
+            await sandbox.session("s").exec("cd /tmp")
+            for _ in range(2):
+                info = await sandbox.rollback(snapshot)
+                assert await look(sandbox) == before
+            assert (info.id, info.name, info.incarnation) == (sandbox.id, "rolled", 3)
+            assert (await process.info()).cause == "rolled_back"
+            told = await sandbox.exec("echo $X; cat /etc/hostname; ls /proc | grep -c '^[0-9]'")
+            assert told.stdout.split()[:2] == ["1", "rolled"]
+            assert int(told.stdout.split()[2]) <= 5
+            with pytest.raises(ConflictError):
+                await snapshot.remove()
+            await sandbox.pause()
+            await sandbox.rollback(snapshot)
+            assert (await sandbox.refresh()).state == "running"
+        await snapshot.remove()
+
+
+_SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "after_s", [pytest.param(0.0, marks=_SLOW), pytest.param(0.03, marks=_SLOW), 0.06, pytest.param(0.12, marks=_SLOW)]
+)
+async def test_a_node_killed_during_a_rollback_leaves_the_old_or_the_new(place: Place, after_s: float) -> None:
+    place.start_process()
+    async with AsyncClient(place.url) as client:
+        await place.ready(client)
+        sandbox = await client.create(ENVIRONMENT)
+        await sandbox.exec("echo old > /work-1", check=True)
+        snapshot = await sandbox.snapshot()
+        await sandbox.exec("echo new > /work-1; echo more > /work-2", check=True)
+        rolling = asyncio.create_task(sandbox.rollback(snapshot))
+        await asyncio.sleep(after_s)
+        place.kill_node()
+        await asyncio.gather(rolling, return_exceptions=True)
+        place.start_process()
+        await place.ready(client)
+
+        info = await sandbox.refresh()
+        found = (await sandbox.exec("cat /work-1; ls -d /work-2")).stdout
+        assert found == {1: "new\n/work-2\n", 2: "old\n"}[info.incarnation]
+        await eventually(lambda: len([p for p in (place.state / "sandboxes").iterdir() if p.name != ".trash"]) == 1)
+        await sandbox.destroy()
+        await snapshot.remove()
+        assert [p for p in (place.state / "sandboxes").iterdir() if p.name != ".trash"] == []
+        await eventually(lambda: place.cgroup_files("sbx_*") == [])
+
+
+@pytest.mark.parametrize("after_s", [pytest.param(0.1, marks=_SLOW), 0.4, pytest.param(0.8, marks=_SLOW)])
+async def test_a_node_killed_during_a_fork_leaves_all_or_nothing(place: Place, after_s: float) -> None:
+    place.start_process()
+    async with AsyncClient(place.url) as client:
+        await place.ready(client)
+        sandbox = await client.create(ENVIRONMENT, memory="64MiB")
+        await sandbox.exec("echo old > /work-1", check=True)
+        forking = asyncio.create_task(sandbox.fork(6))
+        await asyncio.sleep(after_s)
+        place.kill_node()
+        forking.cancel()
+        await asyncio.gather(forking, return_exceptions=True)
+        place.start_process()
+        await place.ready(client)
+        await sandbox.exec("true", check=True)
+
+        for _ in range(200):
+            left = [found for found in await client.list() if found.id != sandbox.id]
+            if len(left) in (0, 6):
+                break
+            await asyncio.sleep(0.1)
+        assert len(left) in (0, 6)
+        for fork in left:
+            assert (await fork.exec("cat /work-1")).stdout == "old\n"
+            await fork.destroy()
+        await sandbox.destroy()
+        await eventually(lambda: place.cgroup_files("sbx_*") == [])

@@ -10,7 +10,7 @@ from dsec.wire.records import Usage
 class UsageMeter:
     """Sums up samples. Memory between two samples counts as their mean; while frozen it counts on."""
 
-    __slots__ = ("_at", "_memory_bytes", "cpu_s", "memory_gib_s", "oom_kills")
+    __slots__ = ("_at", "_cpu_before_s", "_memory_bytes", "_oom_kills_before", "cpu_s", "memory_gib_s", "oom_kills")
 
     def __init__(self, now: float, *, memory_gib_s: float = 0.0) -> None:
         self.cpu_s = 0.0
@@ -18,19 +18,26 @@ class UsageMeter:
         self.oom_kills = 0
         self._at = now
         self._memory_bytes: int | None = None
+        self._cpu_before_s = 0.0  # of instances that were replaced
+        self._oom_kills_before = 0
 
     def sample(self, usage: InstanceUsage, now: float) -> None:
         """`now` is monotonic."""
         if usage.cpu_s is not None:
-            self.cpu_s = max(self.cpu_s, usage.cpu_s)
+            self.cpu_s = max(self.cpu_s, self._cpu_before_s + usage.cpu_s)
         if usage.oom_kills is not None:
-            self.oom_kills = max(self.oom_kills, usage.oom_kills)
+            self.oom_kills = max(self.oom_kills, self._oom_kills_before + usage.oom_kills)
         if usage.memory_bytes is not None:
             before = usage.memory_bytes if self._memory_bytes is None else self._memory_bytes
             elapsed = max(0.0, now - self._at)
             self.memory_gib_s += (before + usage.memory_bytes) / 2 / GIB * elapsed
             self._memory_bytes = usage.memory_bytes
         self._at = now
+
+    def begin_anew(self) -> None:
+        """Another instance counts from nothing; what the one before has used stays counted."""
+        self._cpu_before_s, self._oom_kills_before = self.cpu_s, self.oom_kills
+        self._memory_bytes = None
 
     def record(self, *, lived_s: float, frozen_s: float) -> Usage:
         return Usage(

@@ -125,6 +125,8 @@ class Adoption:
         state = SandboxState(row.state)
         if state is SandboxState.CREATING:
             await sandbox.abandon("the node ended while it was being created")
+        elif row.fork is not None and state is not SandboxState.DESTROYING:
+            await sandbox.abandon("the node ended before its fork was complete")
         elif state is SandboxState.DESTROYING:
             await _end(sandbox, EndCause(row.end_cause or EndCause.DESTROYED), row.end_detail)
         else:
@@ -137,6 +139,7 @@ class Adoption:
                     sandbox.hold = await self._environments.hold(row.layers)
                 instance = await sandbox.backend.adopt(SandboxId(row.id), row.record)
                 await sandbox.take_over(instance)
+                await sandbox.drop_leftover()
         except GoneError as error:
             await _end(sandbox, _cause_of(error), error.message)
         except (DsecError, TimeoutError, OSError) as error:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
+from dsec.agent.client import AgentClient
 from dsec.backends.base import Backend, Instance, InstanceSpec
 from dsec.core import limits
 from dsec.core.errors import (
@@ -39,7 +40,7 @@ from dsec.node.snapshots import Snapshots
 from dsec.node.startup import Readiness, main_request
 from dsec.node.supervisor import Supervisor
 from dsec.node.tasks import result_of
-from dsec.node.warmpool import Spare, WarmPool
+from dsec.node.warmpool import WarmPool
 from dsec.observe import metrics
 from dsec.observe.logs import get_logger
 from dsec.wire import agent
@@ -238,6 +239,7 @@ class Creation:
             key=key,
             snapshot=None if origin is None else origin.snapshot,
             fork=fork,
+            forked=fork is not None,
             ttl_running_s=spec.ttl_running_s,
             ttl_idle_s=spec.ttl_idle_s,
             running_until=None if spec.ttl_running_s is None else services.clock.monotonic_s() + spec.ttl_running_s,
@@ -331,7 +333,7 @@ class Creation:
         if spare is None:
             return False
         try:
-            instance = await _claimed(spare, backend, wanted)
+            instance = await claimed(spare.instance, spare.client, backend, wanted)
         except DsecError as error:
             log.warning("a spare could not be claimed", sandbox=sandbox.id, spare=spare.id, error=str(error))
             self._warm.give_up(spare)
@@ -352,7 +354,7 @@ class Creation:
         return True
 
 
-async def _claimed(spare: Spare, backend: Backend, wanted: InstanceSpec) -> Instance:
+async def claimed(spare: Instance, client: AgentClient, backend: Backend, wanted: InstanceSpec) -> Instance:
     """Launcher and agent are told at the same time. Both have answered, or failed, when it returns or raises."""
     told = agent.ClaimArgs(
         sandbox=wanted.id,
@@ -360,9 +362,7 @@ async def _claimed(spare: Spare, backend: Backend, wanted: InstanceSpec) -> Inst
         user=wanted.user,
         workdir=None if wanted.workdir is None else _bytes(wanted.workdir),
     )
-    instance, answered = await asyncio.gather(
-        backend.claim(spare.instance, wanted), spare.client.claim(told), return_exceptions=True
-    )
+    instance, answered = await asyncio.gather(backend.claim(spare, wanted), client.claim(told), return_exceptions=True)
     for result in (instance, answered):
         if isinstance(result, BaseException):
             raise result

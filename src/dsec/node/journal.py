@@ -12,7 +12,7 @@ import contextlib
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -122,6 +122,17 @@ class Journal:
             db.execute("DELETE FROM sandboxes WHERE id = ?", (id,))
             if key is not None:
                 db.execute("DELETE FROM keys WHERE project = ? AND key = ?", (project, key))
+
+        await self._submit(write)
+
+    async def settle_fork(self, rows: Collection[SandboxRow], keys: Collection[KeyRow]) -> None:
+        """All of a fork are there to stay, or none."""
+
+        def write(db: sqlite3.Connection) -> None:
+            for row in rows:
+                _put_row(db, row)
+            for key in keys:
+                _put_key(db, key)
 
         await self._submit(write)
 

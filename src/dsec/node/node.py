@@ -23,11 +23,13 @@ from dsec.node.config import NodeConfig
 from dsec.node.creation import Creation
 from dsec.node.environments import Environments
 from dsec.node.expiry import expire
+from dsec.node.forking import Forks
 from dsec.node.host import boot_id, memory_available_bytes, memory_total_bytes
 from dsec.node.journal import Journal
 from dsec.node.reaper import Reaper
 from dsec.node.registry import Registry
 from dsec.node.rights import reaches
+from dsec.node.rollback import Rollbacks
 from dsec.node.sampling import Sampling
 from dsec.node.services import Services, Sleep
 from dsec.node.snapshots import Snapshots
@@ -49,6 +51,7 @@ log = get_logger(__name__)
 _PRUNE_EVERY_S: Final = 600.0
 _RENEW_EVERY_S: Final = 6 * 3600.0  # signed URLs hold for days, addresses of hosts for hours
 _SAMPLE_EVERY_S: Final = 30.0
+_COLLECT_S: Final = 1.0
 _RECORD_RESERVE: Final = 4  # output is recorded down to this fraction of the room that creates must leave
 
 MakeBackends = Callable[[NodeId], Mapping[Substrate, Backend]]
@@ -86,11 +89,14 @@ class Node:
         self._tasks = Tasks("the node")
         self._lock: int | None = None
         self._closed = False
+        self._collecting = False
         self.backends: Mapping[Substrate, Backend] = {}
         self.journal: Journal
         self.creation: Creation
         self.adoption: Adoption
         self.snapshots: Snapshots
+        self.forks: Forks
+        self.rollbacks: Rollbacks
         self.warm: WarmPool
         self.volumes: Volumes
         self._services: Services
@@ -132,6 +138,7 @@ class Node:
             tasks=self._tasks,
             schedule=self._reaper.schedule,
             forget=self._forget,
+            collect=self._collect_soon,
             has_room=self._has_room_for_records,
             volumes=self.volumes,
         )
@@ -149,6 +156,8 @@ class Node:
             self.warm,
             snapshots=self.snapshots,
         )
+        self.forks = Forks(self._services, self.registry, self.creation, self.snapshots)
+        self.rollbacks = Rollbacks(self._services, self.environments, self.snapshots, boot)
         await self._sweep()
         self.adoption = Adoption(self._services, self.registry, self.backends, self.environments, boot)
         self.adoption.begin()
@@ -213,7 +222,7 @@ class Node:
         """Before anything is created: an intent that is not in the journal any more was lost with the power."""
         records: dict[Substrate, list[bytes]] = {substrate: [] for substrate in self.backends}
         for row in self.journal.sandboxes():
-            records.setdefault(row.spec.substrate, []).append(row.record)
+            records.setdefault(row.spec.substrate, []).extend((row.record, row.leftover))
         for spare in self.journal.spares():
             records.setdefault(Substrate(spare.substrate), []).append(spare.record)
         for substrate, backend in self.backends.items():
@@ -319,6 +328,19 @@ class Node:
     def _forget(self, id: str) -> None:
         self._reaper.cancel(id)
         self.registry.remove(id)
+
+    def _collect_soon(self) -> None:
+        """One for all that ends within a moment."""
+        if not self._collecting and not self._closed:
+            self._collecting = True
+            self._tasks.spawn(self._collect())
+
+    async def _collect(self) -> None:
+        try:
+            await self._sleep(_COLLECT_S)
+        finally:
+            self._collecting = False
+        await self._tidy_environments()
 
     async def _tidy_environments(self) -> None:
         """Beside the first requests: it may take as long as removing trees does."""

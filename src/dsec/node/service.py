@@ -84,6 +84,8 @@ class Service:
             Method.SNAPSHOT_LIST: (snapshots.SnapshotQuery, self._snapshot_list),
             Method.SNAPSHOT_GET: (snapshots.SnapshotRef, self._snapshot_get),
             Method.SNAPSHOT_REMOVE: (snapshots.SnapshotRef, self._snapshot_remove),
+            Method.FORK: (snapshots.Fork, self._fork),
+            Method.ROLLBACK: (snapshots.Rollback, self._rollback),
             Method.VOLUME_CREATE: (VolumeRequest, self._volume_create),
             Method.VOLUME_LIST: (wire.Nothing, self._volume_list),
             Method.VOLUME_GET: (VolumeRef, self._volume_get),
@@ -388,6 +390,15 @@ class Service:
     async def _snapshot_remove(self, request: snapshots.SnapshotRef, caller: Caller, _: str | None) -> Done:
         await self._node.snapshots.remove(request.snapshot, project=project_seen(caller), own=caller.project)
         return Done()
+
+    async def _fork(self, request: snapshots.Fork, caller: Caller, key: str | None) -> snapshots.Forked:
+        sandbox = self._sandbox(request.sandbox, caller)
+        return snapshots.Forked(await self._node.forks.fork(sandbox, request.request, caller, key))
+
+    async def _rollback(self, request: snapshots.Rollback, caller: Caller, _: str | None) -> records.Sandbox:
+        sandbox = self._sandbox(request.sandbox, caller)
+        await self._node.rollbacks.roll_back(sandbox, request.request.snapshot, caller)
+        return sandbox.view()
 
     async def _volume_create(self, request: VolumeRequest, caller: Caller, _: str | None) -> Any:
         return await self._node.volumes.create(request, caller.project)

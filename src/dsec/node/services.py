@@ -28,6 +28,7 @@ class Services:
     tasks: Tasks  # of the node: they outlive a sandbox
     schedule: Callable[[str, float], None]  # wake the reaper for a sandbox (monotonic time)
     forget: Callable[[str], None]  # a sandbox of this id has ended, and nothing of it is left
+    collect: Callable[[], None]  # soon, for layers that nothing may name any more
     has_room: Callable[[], bool]  # for more recorded output
     volumes: Volumes
     closing: bool = False

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -78,6 +79,7 @@ class Snapshots:
         self._turn = asyncio.Semaphore(limits.SNAPSHOTS_AT_ONCE_MAX)
         self._under_way = 0
         self._in_flight: dict[tuple[str, str], _InFlight] = {}
+        self._kept: Counter[str | None] = Counter()
         self.changing = asyncio.Lock()
 
     def layers(self) -> frozenset[str]:
@@ -128,6 +130,9 @@ class Snapshots:
                 row = self._row(sandbox, captured, id, name, caller, key, hash)
                 committing = True
                 await result_of(self._services.tasks.spawn(self._commit(row), awaited=True, finishes=True))
+            except BaseException:
+                self._services.collect()
+                raise
             finally:
                 captured.hold.release()
         finally:
@@ -289,6 +294,17 @@ class Snapshots:
                 found.append(row.info)
         return SnapshotPage(found, None)
 
+    @contextmanager
+    def keeping(self, id: str | None) -> Iterator[None]:
+        """That snapshot is not removed meanwhile."""
+        self._kept[id] += 1
+        try:
+            yield
+        finally:
+            self._kept[id] -= 1
+            if not self._kept[id]:
+                del self._kept[id]
+
     # -- removing ----------------------------------------------------------------------------------
 
     async def remove(self, reference: str, *, project: str | None, own: str) -> None:
@@ -307,6 +323,8 @@ class Snapshots:
                     hint="destroy them first",
                     detail={"sandboxes": children[: limits.LIST_PAGE_MAX]},
                 )
+            if self._kept[row.info.id]:
+                raise ConflictError(f"a sandbox is going back to snapshot {row.info.name!r}", hint="ask again later")
             self._store.withdraw(row)
             try:
                 await asyncio.to_thread(self._store.unlink, row)

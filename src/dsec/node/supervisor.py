@@ -372,6 +372,42 @@ class Supervisor:
                 raise SandboxStateError(f"the sandbox is {self.row.state}", sandbox=self.id)
             return self.instance
 
+    async def replace_instance(
+        self, instance: Instance, client: AgentClient, row: SandboxRow, *, spare: str, hold: Hold
+    ) -> Instance:
+        """`row` and the spare are what the sandbox is from now on. The instance before is given to be destroyed.
+
+        In the sandbox's turn. One write decides: before it everything is as it was, and this raises StorageError.
+        """
+        assert self.instance is not None
+        before, old_hold = self.instance, self.hold
+        await self.sample()
+        row = msgspec.structs.replace(
+            row, record=instance.record, leftover=before.record, memory_gib_s=self.meter.memory_gib_s
+        )
+        await self._services.journal.claim(spare, row, None)
+        if self._link is not None:
+            await self._link.close(SandboxStateError("the sandbox was rolled back meanwhile", sandbox=self.id))
+        await self._tasks.settle()
+        self._desk.end_all("rolled_back")
+        self.meter.begin_anew()
+        self._set(SandboxState(row.state))
+        self.row, self.instance, self.hold = row, instance, hold
+        if old_hold is not None:
+            old_hold.release()
+        self._make_link(instance)
+        self.open_link().take(client)
+        self._watch(instance)
+        self.arm()
+        return before
+
+    async def drop_leftover(self) -> None:
+        """Nothing is left of the instance before a rollback. Raises what the backend raises, StorageError."""
+        if self.row.leftover:
+            await self.backend.discard(SandboxId(self.id), self.row.leftover)
+            self.row = msgspec.structs.replace(self.row, leftover=b"")
+            await self._services.journal.put(self.row)
+
     # -- pause and resume --------------------------------------------------------------------------
 
     async def pause(self) -> None:
@@ -503,6 +539,8 @@ class Supervisor:
             await self.instance.destroy()
         elif self.row.record:
             await self.backend.discard(SandboxId(self.id), self.row.record)
+        if self.row.leftover:
+            await self.backend.discard(SandboxId(self.id), self.row.leftover)
         await self.execs.remove()
 
     async def _bury(self) -> records.Sandbox:
@@ -521,6 +559,8 @@ class Supervisor:
             self.hold.release()
             self.hold = None
         self._services.forget(self.id)
+        if self.row.forked:
+            self._services.collect()
         log.info("sandbox ended", sandbox=self.id, cause=str(cause))
         return view
 

@@ -28,7 +28,7 @@ from dsec.sdk.sessions import AsyncSession
 from dsec.sdk.snapshots import MAKING_TIMEOUT_S, AsyncSnapshot
 from dsec.wire.records import ExecInfo, ExecPage, Metrics, SessionInfo, SessionPage, SessionRequest, TtlRequest, TtySize
 from dsec.wire.records import Sandbox as SandboxInfo
-from dsec.wire.snapshots import SnapshotInfo, SnapshotRequest
+from dsec.wire.snapshots import Forked, ForkRequest, RollbackRequest, SnapshotInfo, SnapshotRequest
 
 if TYPE_CHECKING:
     from dsec.sdk.client import AsyncClient
@@ -225,6 +225,48 @@ class AsyncSandbox:
             timeout_s=MAKING_TIMEOUT_S,
         )
         return AsyncSnapshot(self._client, info)
+
+    async def fork(
+        self,
+        count: int = 1,
+        *,
+        idempotency_key: str | None = None,
+        timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+    ) -> Sequence[AsyncSandbox]:
+        """`count` new sandboxes on what it has on its disk now, alike but for the name: all of them, or an error.
+
+        It stands still for a moment, and goes on. Processes, memory and `/dev/shm` are not copied. Variables, limits,
+        labels and times to live are as it was given them. `timeout_s` is for the start of each.
+        Raises what `snapshot` raises, and what `create` raises: none of them is left then.
+        """
+        forked = await self._transport.call(
+            "POST",
+            f"{self._path}:fork",
+            Forked,
+            body=ForkRequest(count=count, timeout_s=timeout_s),
+            key=idempotency_key or secrets.token_hex(16),
+            long=True,
+            timeout_s=MAKING_TIMEOUT_S,
+        )
+        return [type(self)(self._client, info) for info in forked.sandboxes]
+
+    async def rollback(self, snapshot: str | AsyncSnapshot) -> SandboxInfo:
+        """Takes it back to a snapshot, by name, id or Snapshot; its id, name and limits stay.
+
+        All that runs in it ends (`cause` is `rolled_back`), and nothing is started again. The snapshot need not be its
+        own. Raises NotFoundError, SandboxStateError while a snapshot of it is being made, LaunchError: then it is as
+        it was.
+        """
+        reference = snapshot if isinstance(snapshot, str) else snapshot.id
+        self._info = await self._transport.call(
+            "POST",
+            f"{self._path}:rollback",
+            SandboxInfo,
+            body=RollbackRequest(reference),
+            long=True,
+            timeout_s=_ROLLBACK_TIMEOUT_S,
+        )
+        return self._info
 
     async def destroy(self) -> None:
         """Ends and removes it. One that has ended already is fine."""
@@ -465,6 +507,7 @@ class AsyncSandbox:
         return self._info.state in ENDED
 
 
+_ROLLBACK_TIMEOUT_S = 240.0
 # `$0` is the shell that runs this: bash where there is one.
 _LOGIN_SHELL = 'exec "$0" -l'
 

@@ -805,6 +805,29 @@ class Sandbox(Blocking[AsyncSandbox]):
         result: Snapshot = wrap(portal().run(self._async.snapshot(name, idempotency_key=idempotency_key)))
         return result
 
+    def fork(
+        self, count: int = 1, *, idempotency_key: str | None = None, timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT
+    ) -> Sequence[Sandbox]:
+        """`count` new sandboxes on what it has on its disk now, alike but for the name: all of them, or an error.
+
+        It stands still for a moment, and goes on. Processes, memory and `/dev/shm` are not copied. Variables, limits,
+        labels and times to live are as it was given them. `timeout_s` is for the start of each.
+        Raises what `snapshot` raises, and what `create` raises: none of them is left then.
+        """
+        result: Sequence[Sandbox] = wrap(
+            portal().run(self._async.fork(count, idempotency_key=idempotency_key, timeout_s=timeout_s))
+        )
+        return result
+
+    def rollback(self, snapshot: str | Snapshot) -> SandboxInfo:
+        """Takes it back to a snapshot, by name, id or Snapshot; its id, name and limits stay.
+
+        All that runs in it ends (`cause` is `rolled_back`), and nothing is started again. The snapshot need not be its
+        own. Raises NotFoundError, SandboxStateError while a snapshot of it is being made, LaunchError: then it is as
+        it was.
+        """
+        return portal().run(self._async.rollback(unwrap(snapshot)))
+
     def destroy(self) -> None:
         """Ends and removes it. One that has ended already is fine."""
         portal().run(self._async.destroy())

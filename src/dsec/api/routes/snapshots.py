@@ -9,15 +9,42 @@ from dsec.core.ids import parse_name
 from dsec.core.limits import CREATE_TIMEOUT_S_MAX, LIST_PAGE_DEFAULT, LIST_PAGE_MAX
 from dsec.wire.codec import to_json, unpack
 from dsec.wire.node import Done, Method, Right
-from dsec.wire.snapshots import SnapshotInfo, SnapshotPage, SnapshotQuery, SnapshotRef, SnapshotRequest, SnapshotTake
+from dsec.wire.records import Sandbox
+from dsec.wire.snapshots import (
+    Fork,
+    Forked,
+    ForkRequest,
+    Rollback,
+    RollbackRequest,
+    SnapshotInfo,
+    SnapshotPage,
+    SnapshotQuery,
+    SnapshotRef,
+    SnapshotRequest,
+    SnapshotTake,
+)
 
 _TIMEOUT_S = CREATE_TIMEOUT_S_MAX  # what a sandbox has written may be much, and is read and written twice
+_ROLLBACK_TIMEOUT_S = 180.0  # the node has its own, shorter deadlines for its steps
 
 
 async def take_snapshot(request: Request) -> Answer:
     body = await request.record(SnapshotRequest)
     answer = await request.keyed(Method.SNAPSHOT_TAKE, SnapshotTake(request.sandbox, body), timeout_s=_TIMEOUT_S)
     return Answer(to_json(unpack(answer, SnapshotInfo)), status=201)
+
+
+async def fork_sandbox(request: Request) -> Answer:
+    body = await request.record(ForkRequest)
+    answer = await request.keyed(Method.FORK, Fork(request.sandbox, body), timeout_s=_TIMEOUT_S)
+    return Answer(to_json(unpack(answer, Forked)), status=201)
+
+
+async def roll_sandbox_back(request: Request) -> Answer:
+    body = await request.record(RollbackRequest)
+    return await request.forward(
+        Method.ROLLBACK, Rollback(request.sandbox, body), Sandbox, timeout_s=_ROLLBACK_TIMEOUT_S
+    )
 
 
 async def list_snapshots(request: Request) -> Answer:
@@ -56,6 +83,29 @@ ROUTES = (
         answer=SnapshotInfo,
         status=201,
         statuses=(409, 429, 501),
+        mutates=True,
+    ),
+    Route(
+        "POST",
+        "/v1/sandboxes/{id}:fork",
+        fork_sandbox,
+        "Make several sandboxes on what this one has on its disk now: all of them, or none.",
+        Right.USE,
+        body=ForkRequest,
+        answer=Forked,
+        status=201,
+        statuses=(409, 429, 501),
+        mutates=True,
+    ),
+    Route(
+        "POST",
+        "/v1/sandboxes/{id}:rollback",
+        roll_sandbox_back,
+        "Take a sandbox back to a snapshot. All that runs in it ends; it stays the same sandbox.",
+        Right.USE,
+        body=RollbackRequest,
+        answer=Sandbox,
+        statuses=(404, 409, 429, 501),
         mutates=True,
     ),
     Route("GET", "/v1/snapshots", list_snapshots, "List snapshots.", Right.READ, params=_LIST, answer=SnapshotPage),

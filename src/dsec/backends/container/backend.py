@@ -100,7 +100,7 @@ class ContainerBackend:
         self._blobs: dict[str, str | None] = {}  # by layer that was mounted, what its data was read from
         self._registering = asyncio.Lock()
         self._connection = -1
-        self._instances: dict[str, ContainerInstance] = {}
+        self._instances: dict[str, ContainerInstance] = {}  # by what the launcher calls them
         self._cleaning: set[asyncio.Task[None]] = set()
         self._probe: Probe | None = None
         self._looking: asyncio.Task[object] | None = None
@@ -203,7 +203,6 @@ class ContainerBackend:
         except LauncherRefusal as refusal:
             raise LaunchError(f"a spare cannot become {instance.id}: {refusal}", step="claim") from refusal
         spare.become(msgspec.structs.replace(known, sandbox=instance.id, instance=known.launched_as))
-        self._instances[instance.id] = self._instances.pop(known.sandbox, spare)
         return spare
 
     async def _launch(self, plan: LaunchPlan, layers: tuple[Layer, ...], deadline_s: float) -> Launched:
@@ -259,7 +258,7 @@ class ContainerBackend:
         )
         limits = limit_files(plan, cgroup2=plan.cgroup2, cgroup1=plan.cgroup1) if plan.spare else {}
         instance = ContainerInstance(self, complete, os.pidfd_open(launched.pid), limits)
-        self._instances[record.sandbox] = instance
+        self._instances[record.launched_as] = instance
         return instance
 
     async def _look_at_view(self) -> None:
@@ -322,7 +321,7 @@ class ContainerBackend:
             os.close(pidfd)
             raise
         instance = ContainerInstance(self, known, pidfd)
-        self._instances[known.sandbox] = instance
+        self._instances[known.launched_as] = instance
         return instance
 
     async def _started(self, intent: ContainerRecord) -> ContainerRecord:
@@ -352,7 +351,7 @@ class ContainerBackend:
             ) from refusal
         if project is not None:
             self._disk.lift(project)
-        self._instances.pop(record.sandbox, None)
+        self._instances.pop(record.launched_as, None)
         self.launcher.forget(record.launched_as)
         self._ids.give_back(record.id_base)
 
