@@ -5,6 +5,8 @@ Writes figures and pictures into docs/benchmarks.md and docs/benchmarks/, or, wi
 
 `python -m bench density --count N`: what each of many idle sandboxes costs, alone.
 `python -m bench soak --count N`: creates, then execs, of which the last cost what the first did, alone.
+`python -m bench burst`: many sandboxes at once of an environment in a far store, alone.
+`python -m bench environments`: making layers, mounting them, sandboxes of 1, 5 and 61, ways of reading, alone.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import dsec
-from bench import density, machine, peers, plots, report, soak, transfers
+from bench import burst, density, environments, machine, peers, plots, report, soak, transfers
 from bench.cost import Cost
 from bench.series import Measure, Series, interleave, timed
 from bench.service import PrivateService, private_service
@@ -39,7 +41,12 @@ _WARM = "[node.warm]\nspares_max = 8\nlow = 4\nhigh = 8"
 
 
 def main() -> None:
-    for name, run in (("density", density.main), ("soak", soak.main)):
+    for name, run in (
+        ("density", density.main),
+        ("soak", soak.main),
+        ("burst", burst.main),
+        ("environments", environments.main),
+    ):
         if sys.argv[1:2] == [name]:
             run(sys.argv[2:])
             return

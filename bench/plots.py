@@ -29,6 +29,46 @@ def draw(directory: Path, *, create: Mapping[str, Sequence[float]], cost: Mappin
     _stacks(pyplot, directory / "cpu.png", cost)
 
 
+def draw_burst(path: Path, result: Mapping[str, Any]) -> None:
+    """Time until all were done, the part of it in which something was fetched, and what was fetched."""
+    pyplot = _pyplot()
+    names = list(result["runs"])[::-1]
+    runs = [result["runs"][name] for name in names]
+    figure, (times, fetched) = pyplot.subplots(1, 2, figsize=(11, 0.6 * len(names) + 1.6), sharey=True)
+    times.barh(names, [run["seconds"] for run in runs], color=_COLOURS[0], label="until all were done")
+    times.barh(names, [run["last_fetch_s"] for run in runs], height=0.4, color=_COLOURS[1], label="of which fetching")
+    times.set_xlabel("seconds")
+    times.set_title(f"{result['count']} sandboxes at once")
+    times.legend()
+    fetched.barh(names, [run["fetched_bytes"] / 1e6 for run in runs], color=_COLOURS[2])
+    fetched.axvline(result["image"]["stored_bytes"] / 1e6, color="#888888", linestyle="--", label="all of the image")
+    fetched.set_xlabel("MB fetched, compressed")
+    fetched.legend()
+    _save(pyplot, figure, path)
+
+
+def draw_environments(path: Path, result: Mapping[str, Any]) -> None:
+    """Creates by number of layers, and reading by each way."""
+    pyplot = _pyplot()
+    figure, (creates, reads, small) = pyplot.subplots(1, 3, figsize=(13, 3.6))
+    creates.bar(list(result["create"]), [row["p50_ms"] for row in result["create"].values()], color=_COLOURS[0])
+    creates.set_title("Create, ms (p50)")
+    ways = list(result["reading"])
+    for axes, key, title in ((reads, "sequential_mb_s", "Reading, MB/s"), (small, "random_4k_us", "4 KiB read, µs")):
+        axes.barh(ways[::-1], [result["reading"][way][key] for way in ways[::-1]], color=_COLOURS[2])
+        axes.set_title(title)
+    _save(pyplot, figure, path)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def _distribution(pyplot: Any, path: Path, create: Mapping[str, Sequence[float]]) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for (name, values), colour in zip(create.items(), _COLOURS, strict=False):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import dsec
+from dsec.storage.loader import Loader
 from dsec.testing.launchers import end_launcher, remove_cgroups
 
 _READY_S = 60.0
@@ -26,6 +27,21 @@ _STORE = ("layers", "environments", "builds")
 class PrivateService:
     client: dsec.Client
     socket: Path
+    state_dir: Path
+
+    @property
+    def run_dir(self) -> Path:
+        return self.socket.parent
+
+    def remove_all(self) -> None:
+        """Every sandbox; returns once they have gone."""
+        for sandbox in self.client.list():
+            sandbox.destroy()
+
+    def cache_bytes(self) -> int:
+        """What chunks of stores take on the disk."""
+        cache = self.state_dir / "cache"
+        return sum(file.stat().st_blocks * 512 for file in cache.rglob("data"))
 
     def warm_spares(self) -> int:
         """How many are there now, as the metrics say."""
@@ -61,15 +77,16 @@ def private_service(store: Path, settings: str = "") -> Iterator[PrivateService]
             f'run_dir = "{run_dir}"\nstate_dir = "{state_dir}"\n'
             f'[container]\nid_dir = "{run_dir}/ids"\ncgroup_parent = "{parent}"\n{settings}\n'
         )
-        yield from _served(run_dir, config)
+        yield from _served(run_dir, state_dir, config)
     finally:
         end_launcher(run_dir)
+        Loader(run_dir, run_dir, cache_bytes=0).shutdown()
         remove_cgroups(parent)
         shutil.rmtree(state_dir, ignore_errors=True)
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def _served(run_dir: Path, config: Path) -> Iterator[PrivateService]:
+def _served(run_dir: Path, state_dir: Path, config: Path) -> Iterator[PrivateService]:
     log = run_dir / "log"
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -86,7 +103,7 @@ def _served(run_dir: Path, config: Path) -> Iterator[PrivateService]:
                 raise SystemExit(f"bench: the service did not start: {log.read_text()[-1_000:]}")
             time.sleep(0.05)
         with dsec.Client(f"unix://{path}") as client:
-            yield PrivateService(client, path)
+            yield PrivateService(client, path, state_dir)
     finally:
         process.terminate()
         process.wait(_READY_S)

@@ -32,6 +32,7 @@ from dsec.testing.processes import all_processes, command_line
 from dsec.testing.waiting import eventually
 from dsec.wire.environments import BuildEvent, PushRequest, StoreSource
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
+from tests.system.loader_site import guards
 
 pytestmark = pytest.mark.root
 
@@ -221,6 +222,24 @@ async def test_kill_9_of_the_loader_s_worker_is_not_noticed_inside(place: Place,
         assert (await running).stdout == "all read\n"
         assert (await sb.exec(PYTHON, check=True)).stdout == "[42]\n"
         loader.close()
+
+
+async def test_by_fanotify_kills_are_not_noticed_inside(place: Place, shared: Shared) -> None:
+    if not guards(place.state):
+        pytest.skip("this kernel or file system has no pre-content events")
+    place.settings["storage"] = {"loader_front": "fanotify"}
+    async with with_it(place, shared) as client, await client.create(MINE) as sb:
+        loader = Loader(place.run, place.state / "cache", cache_bytes=0)
+        assert loader.hello().front == "fanotify"
+        running = asyncio.ensure_future(sb.exec(WHOLE, check=True))
+        for _ in range(2):
+            os.kill(loader.hello().pid, signal.SIGKILL)
+            await eventually(loader.is_running)
+            drop_page_cache()
+        assert (await running).stdout == "all read\n"
+        loader.close()
+        assert (await sb.exec(PYTHON, check=True)).stdout == "[42]\n"
+        assert (await use_of(client)).present_bytes > 0
 
 
 async def test_a_loader_that_is_killed_as_a_whole_is_started_again_for_new_sandboxes(

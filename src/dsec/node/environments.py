@@ -27,6 +27,7 @@ from dsec.wire.environments import (
     EnvironmentTrace,
     LayerUse,
     PushRequest,
+    StoreSource,
 )
 from dsec.wire.images import ExportRequest
 from dsec.wire.layers import CollapseRequest, ComposeRequest, LayerInfo
@@ -202,9 +203,12 @@ class StoredEnvironments:
         await asyncio.to_thread(work)
 
     def build(self, request: BuildRequest) -> AsyncIterator[BuildEvent]:
+        if isinstance(request.source, StoreSource):
+            self._remote.trusted.check(request.source.url)
         return build_events(self._store, request, registries=self._registries)
 
     def push(self, request: PushRequest) -> AsyncIterator[BuildEvent]:
+        self._remote.trusted.check(request.store)
         return push_events(self._store, request)
 
     def export(self, request: ExportRequest) -> AsyncIterator[BuildEvent]:
