@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -135,7 +136,9 @@ class Front:
     With `users`, a token is needed for everything below /v2/, which /token gives to them by basic authentication.
     """
 
-    def __init__(self, upstream: str | None = None, *, users: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, upstream: str | None = None, *, users: dict[str, str] | None = None, tls: tuple[Path, Path] | None = None
+    ) -> None:
         self.upstream = upstream
         self.users = users
         self.content: dict[str, tuple[str, bytes]] = {}
@@ -148,6 +151,10 @@ class Front:
         self._mutex = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.front = self
+        if tls is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(*tls)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.host = f"127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from dsec.core.errors import DsecError, StorageError
+from dsec.core.errors import DsecError, InvalidArgumentError, StorageError
 from dsec.core.image_names import parse_image_name
 from dsec.image.environments import EnvironmentStore
 from dsec.image.export.run import export_now
@@ -200,6 +200,61 @@ def test_a_registry_behind_tokens_that_breaks_all_the_time_is_pulled_from_and_pu
         assert place.build("two", RegistrySource(f"{front.host}/broken/two:1")).digest == pulled.digest
         scopes = [path for _, path, _ in front.requests if path.startswith("/token")]
         assert any("pull%2Cpush" in path for path in scopes)
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (tar_of([member("../evil", b"x")]), "leads out"),
+        (tar_of([hardlink("evil", "../../../etc/passwd")]), "leads out"),
+        (tar_of([hardlink("evil", "/etc/shadow")]), "not in the archive|no directory"),
+        (tar_of([symlink("a", "/etc"), member("a/.wh...", b"")]), "hides a file called"),
+        (tar_of([member("d/" * 300 + "x", b"x")]), "deeper than"),
+        (tar_of([member("x", b"x", uid=2_000_000)]), "has no ids above"),
+        (b"\x1f\x8b" + b"junk" * 100, "damaged"),
+        (b"not a tar" * 1_000, "archive"),
+        (gzip.compress(tar_of([member("x", b"x" * 50_000)]))[:-40], "damaged|ends"),
+    ],
+)
+def test_a_layer_that_means_harm_is_refused_and_leaves_nothing(place: Place, layer: bytes, said: str) -> None:
+    with Front() as front:
+        front.put_image("evil", [gzip.compress(BASE), layer])
+
+        with pytest.raises(InvalidArgumentError, match=said):
+            place.build("evil", RegistrySource(f"{front.host}/evil:1"))
+
+    assert place.store.names() == []
+    assert list((place.store.state / "staging").iterdir()) == []
+
+
+def test_links_devices_and_marks_of_a_hostile_image_stay_inside(place: Place, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("x")
+    out = tar_of([
+        symlink("abs", str(precious)), symlink("up", "../" * 20 + str(precious)),
+        symlink("host", "/etc"), directory("etc"),
+        member("dev", type=tarfile.BLKTYPE, devmajor=8, devminor=0), member("twice", b"1"), member("twice", b"2"),
+    ])  # fmt: skip
+    marks = tar_of([
+        member("abs/.wh.file"), member("up/.wh..wh..opq"), member("host/passwd", b"mine"),
+    ])  # fmt: skip
+    with Front() as front:
+        front.put_image("evil", [gzip.compress(out), gzip.compress(marks)])
+
+        place.build("evil", RegistrySource(f"{front.host}/evil:1"))
+        back = place.export("evil", LayoutTarget(str(tmp_path / "layout"), compression=Compression.NONE))
+
+    assert [path.name for path in precious.iterdir()] == ["file"]
+    assert Path("/etc/passwd").read_text() != "mine"
+    names = set()
+    for blob in (tmp_path / "layout/blobs/sha256").iterdir():
+        if tarfile.is_tarfile(blob):
+            with tarfile.open(blob) as archive:
+                names |= set(archive.getnames())
+                assert not any(member.isdev() for member in archive)
+    assert "twice" in names
+    assert back.size_bytes > 0
 
 
 # ---- pushing and exporting ------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -226,3 +228,47 @@ def test_only_loopback_and_what_is_configured_is_asked_in_clear(tmp_path: Path) 
     with pytest.raises(UnavailableError):
         either.manifest("1")
     assert either._base is None  # both were tried, and neither answers
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Of 127.0.0.1, and its key; nobody trusts it."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make a certificate")
+    place = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(place / "key"),
+         "-out", str(place / "cert")],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    return place / "cert", place / "key"
+
+
+def test_a_certificate_that_nobody_trusts_is_refused_at_once(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    with Front(tls=certificate) as front:
+        client = Client(front, tmp_path, login=True)
+        with pytest.raises(StorageError, match=r"certificate of 127\.0\.0\.1:.* is not trusted"):
+            client.pull()
+
+    assert client.waited == []
+    assert [path for _, path, _ in front.requests] == []
+
+
+def test_a_certificate_that_the_system_trusts_is_taken(
+    certificate: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    with Front(tls=certificate) as front:
+        front.put_image("team/tools", [LAYER])
+
+        Client(front, tmp_path).pull()
+
+
+def test_a_registry_that_is_named_as_insecure_may_have_any_certificate(
+    certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with Front(tls=certificate) as front:
+        front.put_image("team/tools", [LAYER])
+
+        Client(front, tmp_path, settings=RegistrySettings(insecure=(front.host,))).pull()

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from dsec.core.errors import (
 from dsec.core.image_names import parse_image_name
 from dsec.image.registry.accounts import Accounts
 from dsec.image.registry.client import Registry
-from dsec.image.registry.pull import resolve
+from dsec.image.registry.pull import fetch_layout, resolve
 from dsec.image.registry.web import BrokenError, Patience
 from tests.registries import LARGE, LAYER, Client, Fault, Front, free_port
 
@@ -399,3 +400,31 @@ def test_a_broken_download_is_removed_once_it_is_old_and_nobody_is_at_it(client:
         assert client.cache.collect(limits.GIB) == 3
 
     assert (fresh.exists(), old.exists(), busy.exists()) == (True, False, True)
+
+
+def test_many_at_once_fetch_each_blob_once(front: Front, tmp_path: Path) -> None:
+    digest = front.put_image("team/tools", [LAYER, LARGE])
+    clients = [Client(front, tmp_path) for _ in range(6)]
+    layouts = [tmp_path / f"many-{number}" for number in range(6)]
+
+    def pull(client: Client, layout: Path) -> None:
+        layout.mkdir()
+        fetch_layout(client.registry, resolve(client.registry), client.cache, layout)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(pull, clients, layouts))
+
+    blobs = [path for _, path, _ in front.requests if "/blobs/" in path]
+    assert len(blobs) == len(set(blobs)) == 3
+    assert all((layout / "blobs" / digest.replace(":", "/")).exists() for layout in layouts)
+
+
+def test_a_blob_that_the_disk_has_shortened_is_fetched_again(front: Front, client: Client) -> None:
+    front.put_image("team/tools", [LARGE])
+    client.pull()
+    kept = next(path for path in (client.cache.root / "blobs/sha256").iterdir() if path.stat().st_size == len(LARGE))
+    os.truncate(kept, 5)
+
+    client.pull()
+
+    assert kept.stat().st_size == len(LARGE)

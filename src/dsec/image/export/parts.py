@@ -67,7 +67,7 @@ def blob_of(
     with exporter.store.layers.staging() as work:
         file = work / "blob"
         known = exporter.cache.packed(layer.digest, compression)
-        if known is None or not exporter.cache.link(known.digest, file):
+        if known is None or not exporter.cache.link(known.digest, known.size, file):
             progress(exporter.report, "pack", what)
             data = exporter.data.get(layer.digest)
             made = pack_layer(layer, None if data is None else Path(data), file, compression)

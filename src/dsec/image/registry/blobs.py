@@ -76,10 +76,13 @@ class BlobCache:
 
     # ---- getting ------------------------------------------------------------------------------
 
-    def link(self, digest: str, target: Path) -> bool:
+    def link(self, digest: str, size: int, target: Path) -> bool:
         """Make `target` that blob, if it is here: it stays there whatever is collected. Same file system."""
         path = self.path(digest)
         try:
+            if path.stat().st_size != size:
+                path.unlink()  # of a disk that has lost something
+                return False
             os.utime(path)
             os.link(path, target)
         except FileNotFoundError:
@@ -96,7 +99,7 @@ class BlobCache:
         """
         if not is_digest(digest):
             raise InvalidArgumentError(f"{digest[:80]!r} is not the digest of a blob")
-        while not self.link(digest, target):
+        while not self.link(digest, size, target):
             with self._fetching(digest) as file:
                 if not self.path(digest).exists():  # by who held the lock before us
                     _fetch(registry, digest, size, file, self.root, progress)

@@ -144,6 +144,11 @@ class Web:
         try:
             opened = opener.open(request, timeout=timeout_s)
         except _BROKEN as error:
+            if isinstance(getattr(error, "reason", error), ssl.SSLCertVerificationError):
+                raise StorageError(
+                    f"the certificate of {host_of(url)} is not trusted: {_words(error)}",
+                    hint="install its authority on the node, or name the registry in [registries] insecure",
+                ) from error
             raise BrokenError(f"{host_of(url)} cannot be reached: {_words(error)}") from error
         except ValueError as error:  # a host name or a header that cannot be
             raise StorageError(f"{host_of(url)} cannot be asked: {error}") from error
