@@ -71,6 +71,12 @@ def create(
         str | None,
         typer.Option(metavar="TEXT", help="With --start: wait until this shell command succeeds.", show_default=False),
     ] = None,
+    snapshot: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="From a snapshot; what is not given is as in its sandbox.", show_default=False
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="To wait for it.")] = 60.0,
     json: Json = False,
 ) -> None:
@@ -100,6 +106,7 @@ def create(
                 start=start,
                 ready=None if ready_port is None and ready_shell is None else probe,
                 volumes=mounts(volume, dataset),
+                snapshot=snapshot,
                 timeout_s=timeout,
             )
             if settings.json:

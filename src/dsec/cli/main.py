@@ -25,6 +25,7 @@ from dsec.cli import (
     processes,
     service,
     shell,
+    snapshots,
     tokens,
     top,
     volumes,
@@ -79,11 +80,12 @@ def _warn() -> None:
         complain(f"warning: {name} is no variable of dsec{f'; did you mean {meant}?' if meant else ' and is ignored'}")
 
 
-for part in (service, doctor, processes, logs, top, lists, shell, files):
+for part in (service, doctor, processes, logs, top, lists, shell, files, snapshots):
     part.register(app)
 app.add_typer(environments.app, name="env")
 app.add_typer(layers.app, name="layer")
 app.add_typer(images.app, name="image")
+app.add_typer(snapshots.app, name="snapshot")
 app.add_typer(volumes.app, name="volume")
 app.add_typer(tokens.app, name="token")
 for part in (completion, manual):

@@ -283,6 +283,34 @@ PAGES: Final[dict[str, Page]] = {
         (("dsec env trace tools", "into the store that it came from"),),
         "an EnvironmentTrace record",
     ),
+    "snapshot create": Page(
+        "The sandbox stands still for a moment. Processes, memory, /dev/shm and volumes are not kept. Without a name "
+        "it goes by its id.",
+        (("dsec snapshot create box built", "before trying something"),),
+        "a SnapshotInfo record",
+    ),
+    "snapshot ls": Page(
+        "SIZE is what the snapshot adds to those below it.",
+        (("dsec snapshot ls", "all of your project"), ("dsec snapshot ls --sandbox sbx_…", "of one sandbox")),
+        "a list of SnapshotInfo records",
+    ),
+    "snapshot show": Page("", (("dsec snapshot show built", "of which sandbox, when"),), "a SnapshotInfo record"),
+    "snapshot rm": Page(
+        "Refused while sandboxes that were made from it live; the message says which.",
+        (("dsec snapshot rm built", "its layers go when nothing else has them"),),
+        "removed: a list of names",
+    ),
+    "fork": Page(
+        "The new sandboxes have its limits, variables, labels and times to live, but no name. Its processes are not "
+        "copied.",
+        (("dsec fork box -n 8", "says eight ids"),),
+        "a list of Sandbox records",
+    ),
+    "rollback": Page(
+        "Id, name and limits stay. Nothing is started again.",
+        (("dsec rollback box built", "to the files of that moment"),),
+        "a Sandbox record",
+    ),
     "volume create": Page(
         "It belongs to your project and outlives sandboxes. With --size no more can be written in it, in bytes and in "
         "files; refused where that cannot be kept. --owner for images whose programs do not run as root. Needs the "

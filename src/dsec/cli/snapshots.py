@@ -1,0 +1,146 @@
+"""`dsec snapshot`, `dsec fork`, `dsec rollback`: what sandboxes have on their disks."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from dsec.cli.completion import complete_sandbox
+from dsec.cli.console import Json, age, clean, client, find_id, put_json, run_async, say, settings, table
+from dsec.cli.pages import command
+
+app = typer.Typer(help="Snapshots: what sandboxes had on their disks, kept by name.", no_args_is_help=True)
+Sandbox = Annotated[
+    str, typer.Argument(metavar="ID", help="Of the sandbox, or its name.", autocompletion=complete_sandbox)
+]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the snapshot, or its id.", show_default=False)]
+
+
+def register(main: typer.Typer) -> None:
+    command(main, fork)
+    command(main, rollback)
+
+
+def create(
+    sandbox: Sandbox,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Unique in your project.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Keep what a sandbox has on its disk now; it goes on."""
+
+    async def work() -> None:
+        async with client() as c:
+            found = await c.get(await find_id(c, sandbox))
+            snapshot = await found.snapshot(name)
+        if settings.json:
+            put_json(snapshot.info)
+            return
+        print(snapshot.name)
+        if snapshot.info.notes:
+            say(clean(snapshot.info.notes))
+
+    run_async(work())
+
+
+def list_(
+    of: Annotated[
+        str | None, typer.Option("--sandbox", metavar="ID", help="Only those of this one.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the snapshots."""
+    from dsec.core.units import format_size
+
+    async def work() -> None:
+        async with client() as c:
+            found = await c.snapshots.list(sandbox=of)
+        if settings.json:
+            put_json([snapshot.info for snapshot in found])
+            return
+        rows = [
+            (info.name, info.sandbox, format_size(info.size_bytes), age(time.time() - info.created_at))
+            for info in (snapshot.info for snapshot in found)
+        ]
+        table(("NAME", "SANDBOX", "SIZE", "AGE"), rows)
+
+    run_async(work())
+
+
+def show(name: Name, json: Json = False) -> None:
+    """Show one snapshot."""
+
+    async def work() -> None:
+        import msgspec
+
+        async with client() as c:
+            info = (await c.snapshots.get(name)).info
+        if settings.json:
+            put_json(info)
+            return
+        for key, value in msgspec.structs.asdict(info).items():
+            print(f"{key}: {clean(str(value))}")
+
+    run_async(work())
+
+
+def rm(
+    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Of snapshots, or their ids.")],
+    json: Json = False,
+) -> None:
+    """Remove snapshots that no living sandbox was made from."""
+
+    async def work() -> None:
+        async with client() as c:
+            for name in names:
+                await c.snapshots.remove(name)
+                if not settings.json:
+                    say(f"removed {name}")
+        if settings.json:
+            put_json({"removed": names})
+
+    run_async(work())
+
+
+def fork(
+    sandbox: Sandbox,
+    count: Annotated[int, typer.Option("--count", "-n", metavar="COUNT", help="How many.", min=1)] = 1,
+    json: Json = False,
+) -> None:
+    """Make new sandboxes on what one has on its disk now: all of them, or none."""
+
+    async def work() -> None:
+        async with client() as c:
+            found = await c.get(await find_id(c, sandbox))
+            forks = await found.fork(count)
+        if settings.json:
+            put_json([made.info for made in forks])
+            return
+        for made in forks:
+            print(made.id)
+
+    run_async(work())
+
+
+def rollback(sandbox: Sandbox, snapshot: Name, json: Json = False) -> None:
+    """Take a sandbox back to a snapshot. All that runs in it ends."""
+
+    async def work() -> None:
+        async with client() as c:
+            found = await c.get(await find_id(c, sandbox))
+            info = await found.rollback(snapshot)
+        if settings.json:
+            put_json(info)
+        else:
+            say(f"{info.id} is as it was in {snapshot}")
+
+    run_async(work())
+
+
+command(app, create, of="snapshot")
+command(app, list_, "ls", of="snapshot")
+command(app, show, of="snapshot")
+command(app, rm, of="snapshot")
