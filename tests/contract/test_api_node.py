@@ -111,6 +111,20 @@ async def test_stdin_is_attached_over_a_websocket(api: Served) -> None:
     assert (await call(api, "GET", f"{base}/execs/{exec}?wait_s=20"))["exit_code"] == 0
 
 
+async def test_a_list_has_the_figures_of_all_when_they_are_asked_for(api: Served) -> None:
+    for _ in range(3):
+        await created(api)
+
+    plain = (await call(api, "GET", "/v1/sandboxes"))["sandboxes"]
+    told = (await call(api, "GET", "/v1/sandboxes?metrics=true"))["sandboxes"]
+
+    assert [one["id"] for one in told] == [one["id"] for one in plain]
+    assert {one["metrics"] for one in plain} == {None}
+    one = await call(api, "GET", f"/v1/sandboxes/{plain[0]['id']}/metrics")
+    assert all(listed["metrics"].keys() == one.keys() for listed in told)
+    assert all(listed["metrics"]["at"] > 0 for listed in told)
+
+
 async def test_a_wait_ends_with_its_exec(api: Served) -> None:
     base = await created(api)
     exec = (await started(api, base, "sleep 600"))["exec"]["id"]

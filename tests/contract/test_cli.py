@@ -266,6 +266,7 @@ def test_files_are_copied_both_ways(cli: Command, sb: dsec.Sandbox, tmp_path: Pa
     assert (tmp_path / "tree/sub/f").read_bytes() == b"abc"
     assert told["skipped"] == []
     assert cli.run("cp", "a", "b").returncode == 2
+    assert cli.run("cp", "--resume", "-", "box:/w/new", stdin=b"x").returncode == 2
     assert cli.run("cp", "box:/no", str(tmp_path)).returncode == 125
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import random
 import re
+import socket
 import tarfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from dsec.testing.strace import Fault, Traced, strace, traced
 from dsec.wire.frames import FrameType
 from tests.native.agent_process import Agent, eventually, is_alive, listening_agent
-from tests.native.agent_wire import AgentWire, Refused
+from tests.native.agent_wire import DEADLINE_S, AgentWire, Refused
 from tests.native.test_agent_file_operations import archive, extract, read, write
 
 pytestmark = [
@@ -83,12 +85,56 @@ def watching(wire: AgentWire, place: Path, name: str) -> None:
     wire.send(FrameType.ERR, stream, {"code": "cancelled", "message": ""})
 
 
+def sessions(wire: AgentWire, place: Path, name: str) -> None:
+    # A shell that cannot say that a command has ended is one that does not answer: its time is over then.
+    limits = {"session": name, "timeout_s": 10.0, "grace_s": 0.1}
+    wire.call("session_open", name=name)
+    try:
+        for number in range(2):
+            output = wire.run(f"{name}-{number}", shell="echo out; echo err >&2; (exit 5)", **limits)
+            assert (output.out, output.err, output.end["end"]["code"]) == (b"out\n", b"err\n", 5), output.end
+    finally:
+        # Not closed: for that the agent would look at all processes of the machine, call by call.
+        with suppress(Refused, ConnectionError):
+            wire.run(f"{name}-last", shell="exit 6", **limits)
+        with suppress(Refused, ConnectionError):
+            wire.call("session_close", name=name)  # one that does not answer
+
+
+def connecting(wire: AgentWire, place: Path, name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stream = wire.open("connect", port=server.getsockname()[1])
+        wire.result(stream)
+        peer, _ = server.accept()
+        with peer:
+            peer.settimeout(DEADLINE_S)
+            wire.data(stream, 0, b"there")
+            if (arrived := peer.recv(100)) == b"":
+                wire.frame(stream)  # of an agent that has gone with the connection
+            assert arrived == b"there"
+            peer.sendall(b"and back")
+            wire.end(stream, 5)
+            assert peer.recv(100) == b"", "its end was not passed on"
+        assert wire.collect(stream).out == b"and back"
+
+
+def pausing(wire: AgentWire, place: Path, name: str) -> None:
+    assert wire.call("freeze_prepare") == {}
+    held = wire.run(name, "true", timeout_s=0.001)
+    assert wire.call("clock", paused_s=0.0) == {}
+    assert held.end["end"]["cause"] is None, held.end
+    assert wire.run(f"{name}-after", "true", timeout_s=60.0).end["end"]["cause"] is None
+
+
 WORK: dict[str, Callable[[AgentWire, Path, str], None]] = {
     "command": command,
     "terminal": terminal,
     "files": files,
     "trees": trees,
     "watching": watching,
+    "sessions": sessions,
+    "connecting": connecting,
+    "pausing": pausing,
 }
 
 
@@ -113,6 +159,8 @@ def check(agent: Agent, work: str, place: Path, fault: Fault) -> str | None:
             WORK[work](wire, place, "during")
         except (Refused, ConnectionError, AssertionError) as error:
             told = error
+        except TimeoutError:
+            told = AssertionError("it hangs")
     wire.close()
     if isinstance(told, AssertionError) and ours(agent, found) and fault.call not in SURE_OF_OURS:
         return f"{fault}: {str(told)[:300]}; {found.hits}"
@@ -120,6 +168,8 @@ def check(agent: Agent, work: str, place: Path, fault: Fault) -> str | None:
         return f"{fault}: the connection is lost; {found.hits}"
     try:
         after = agent.connect()
+        for left in after.call("sessions")["sessions"]:  # they outlive a connection
+            after.call("session_close", name=left["name"])
         eventually(lambda: agent.descriptors() <= before)
         WORK[work](after, place, "after")
         after.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from dsec.wire.frames import decode_data
 from tests.native.agent_process import Agent, cgroup2_root, eventually, handed_agent, is_alive
 from tests.native.agent_wire import AgentWire
 
+SEIZE, WALL = 0x4206, 0x40000000  # of ptrace(2) and waitpid(2)
 # A daemon as they come: forked twice, a session of its own, deaf to TERM; it leaves its pid.
 DAEMON = "(setsid sh -c 'trap \"\" TERM; echo $$ > {pid}; while :; do sleep 0.05; done' >/dev/null 2>&1 &) ; "
 
@@ -119,6 +122,41 @@ def test_kill_ends_everything_at_once(tree: AgentWire, tmp_path: Path) -> None:
     end = tree.collect(stream).end["end"]
     assert (end["signal"], end["cause"]) == (9, "killed")
     assert not is_alive(daemon)
+
+
+@pytest.mark.root
+def test_a_command_whose_end_a_tracer_keeps_to_itself_ends_all_the_same(tree: AgentWire) -> None:
+    """Who traces a process hears of its end first, and its parent not before that is taken."""
+    stream = tree.open("exec", id="e1", argv=[b"sleep", b"600"])
+    pid = tree.result(stream)["pid"]
+    assert trace(SEIZE, pid) == 0
+
+    tree.call("kill", id="e1")
+
+    end = tree.collect(stream).end["end"]
+    assert (end["status"], end["signal"], end["cause"]) == ("signaled", 9, "killed")
+    assert Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    os.waitpid(pid, WALL)
+    assert tree.run("e2", shell="echo goes on").out == b"goes on\n"
+
+
+@pytest.mark.root
+def test_a_shell_whose_end_a_tracer_keeps_to_itself_ends_its_session(wire: AgentWire) -> None:
+    pid = wire.call("session_open", name="main")["pid"]
+    stream = wire.open("exec", id="e1", shell=b"while :; do :; done", session="main")
+    wire.result(stream)
+    assert trace(SEIZE, pid) == 0
+
+    wire.call("kill", id="e1")
+
+    end = wire.collect(stream).end["end"]
+    assert (end["signal"], end["cause"], end["session_ended"]) == (9, "killed", True)
+    os.waitpid(pid, WALL)
+    assert wire.call("sessions") == {"sessions": []}
+
+
+def trace(request: int, pid: int) -> int:
+    return int(ctypes.CDLL(None, use_errno=True).ptrace(request, pid, None, None))
 
 
 def test_a_fork_bomb_is_killed(tree: AgentWire) -> None:

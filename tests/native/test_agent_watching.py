@@ -13,6 +13,7 @@ import pytest
 from dsec.wire.frames import FrameType, decode_data
 from tests.native.agent_process import Agent, eventually
 from tests.native.agent_wire import AgentWire, Refused
+from tests.native.test_agent_file_operations import write
 
 
 class Watch:
@@ -43,6 +44,26 @@ def test_changes_are_told_in_order(wire: AgentWire, tmp_path: Path) -> None:
         ("attributes", b"f", None),
         ("moved", b"g", b"f"),
         ("deleted", b"g", None),
+    ]
+
+
+def test_an_upload_is_told_as_the_file_it_becomes(wire: AgentWire, tmp_path: Path) -> None:
+    watch = Watch(wire, tmp_path, recursive=True)
+
+    write(wire, tmp_path / "f", b"new")
+    write(wire, tmp_path / "f", b"again")
+    write(wire, tmp_path / "d" / "g", b"in a directory that comes with it")
+    stream = wire.open("write", path=os.fsencode(tmp_path / "never"))
+    wire.result(stream)
+    wire.send(FrameType.ERR, stream, {"code": "cancelled", "message": ""})
+    (tmp_path / "end").touch()
+
+    told = [(event["kind"], event["path"]) for event in watch.until("created", b"end")]
+    assert [event for event in told if event != ("created", b"end")] == [
+        ("created", b"f"),
+        ("modified", b"f"),
+        ("created", b"d"),
+        ("created", b"d/g"),
     ]
 
 

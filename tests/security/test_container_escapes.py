@@ -26,6 +26,7 @@ from dsec.backends.container.plan import HostFacts, plan_launch
 from dsec.sdk.client import AsyncClient
 from dsec.serve.service import LocalService
 from dsec.testing.processes import all_processes
+from dsec.testing.waiting import eventually
 from dsec.wire.launch import LaunchPlan
 from tests.security import container_probes
 from tests.security.weakenings import WEAKENINGS
@@ -50,10 +51,15 @@ class Attacked:
     client: AsyncClient
     facts: dict[str, Any]
     verdicts: dict[str, dict[str, str]] = field(default_factory=dict)
+    # Of the last attack: another name when it was a spare before.
+    sandbox: str = ""
+    launched_as: str = ""
 
     async def attack(self, *names: str, privilege_gain: bool = False) -> dict[str, dict[str, str]]:
         sandbox = await self.client.create(ENVIRONMENT, memory=_MEMORY, cpu=1, pids=256, privilege_gain=privilege_gain)
         try:
+            row = self.service.node.registry.find(sandbox.id)
+            self.sandbox, self.launched_as = sandbox.id, row.instance.facts.launched_as  # type: ignore[union-attr]
             await sandbox.upload(_PROGRAM, "/probes/container_probes")
             command = ["python3", "-m", "container_probes", *names]
             result = await sandbox.exec(command, cwd="/probes", stdin=json.dumps(self.facts), timeout_s=100)
@@ -132,6 +138,23 @@ async def attacked(host_facts: dict[str, Any], small_store: Path) -> AsyncIterat
             found = Attacked(place, service, client, facts)
             found.verdicts = await found.attack()
             yield found
+
+
+async def test_an_attempt_from_inside_a_claimed_spare_is_refused(host_facts: dict[str, Any], small_store: Path) -> None:
+    """All of them at once: a spare is confined before anybody knows whose it will be."""
+    with private_place(small_store, settings={"node": {"warm": {"spares_max": 2, "low": 1, "high": 1}}}) as place:
+        async with served(place) as (service, client):
+            facts = {**host_facts, "cgroup_parent": place.name, "directory": str(place.directory)}
+            found = Attacked(place, service, client, facts)
+            for _ in range(2):
+                await (await client.create(ENVIRONMENT, memory=_MEMORY, cpu=1, pids=256)).destroy()
+            await eventually(lambda: len(service.node.warm) > 0)
+            verdicts = await found.attack()
+            claimed = found.launched_as != found.sandbox
+
+    assert claimed
+    assert verdicts.keys() == set(container_probes.PROBES)
+    assert {name: one for name, one in verdicts.items() if one["verdict"] != "blocked"} == {}
 
 
 @pytest.mark.parametrize("name", container_probes.PROBES)

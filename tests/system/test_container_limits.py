@@ -197,6 +197,22 @@ async def test_a_destroyed_sandbox_has_no_cgroup_in_any_hierarchy(service: Servi
     assert not [path for path in places if path.exists()]
 
 
+async def test_a_node_that_ends_leaves_no_cgroup_that_it_has_made_and_those_of_others(small_store: Path) -> None:
+    mounts = [path for path in (HOST.v2, *HOST.v1.values()) if path is not None]
+    with private_place(small_store) as place:
+        place.name = f"{place.name}/below"
+        outer = Path(place.name).parent
+        (mounts[0] / outer).mkdir()  # by the operator
+        async with served(place) as (_, client):
+            async with await client.create(ENVIRONMENT) as sandbox:
+                await sandbox.exec("true")
+            assert all((mount / place.name).is_dir() for mount in mounts)
+
+        assert [mount for mount in mounts if (mount / place.name).exists()] == []
+        assert [mount for mount in mounts if (mount / outer).exists()] == mounts[:1]
+        (mounts[0] / outer).rmdir()
+
+
 async def test_a_disk_limit_that_cannot_be_enforced_is_refused(small_store: Path) -> None:
     with private_place(small_store) as place:
         async with served(place) as (_, client):

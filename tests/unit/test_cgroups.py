@@ -155,6 +155,7 @@ def test_a_group_with_processes_that_cannot_hand_down_is_explained(
 def test_all_sandboxes_together_leave_memory_to_the_host(tmp_path: Path) -> None:
     v2, v1 = tmp_path / "v2", tmp_path / "v1"
     v2.mkdir()
+    v1.mkdir()
 
     prepare_parent(CgroupHost(v2, frozenset({"memory"})), "node", pids_max=9, memory_max=4096)
     prepare_parent(CgroupHost(None, v1={"memory": v1}), "node", pids_max=9, memory_max=4096)

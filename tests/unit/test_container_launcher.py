@@ -14,7 +14,15 @@ from dsec.backends.container.launcher import Launcher
 from dsec.core.errors import UnavailableError
 from dsec.testing.waiting import eventually
 from dsec.wire.codec import pack, unpack
-from dsec.wire.launch import LAUNCH_VERSION, MESSAGE_BYTES_MAX, LaunchOp, LaunchRequest
+from dsec.wire.launch import (
+    LAUNCH_VERSION,
+    MESSAGE_BYTES_MAX,
+    LaunchOp,
+    LaunchRequest,
+    ListArgs,
+    Listed,
+    ListedSandbox,
+)
 from dsec.wire.node import Done
 
 
@@ -49,7 +57,7 @@ def _answer(op: str) -> dict[str, Any]:
 
 
 def launcher_of(run_dir: Path, program: Path = Path("/nonexistent")) -> Launcher:
-    return Launcher(run_dir, launch_binary=program, agent_binary=program, start_s=5.0)
+    return Launcher(run_dir, launch_binary=program, agent_binary=program, start_s=60.0)
 
 
 async def test_what_may_be_done_twice_is_asked_of_the_next_launcher(short_tmp: Path) -> None:
@@ -61,6 +69,25 @@ async def test_what_may_be_done_twice_is_asked_of_the_next_launcher(short_tmp: P
     assert dying.seen == ["hello", "destroy", "hello", "destroy"]
     await launcher.close()
     dying.close()
+
+
+async def test_what_does_not_fit_one_answer_is_listed_in_pages(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"sbx_{number:04}" for number in range(2_000)]
+    launcher, asked = launcher_of(short_tmp), []
+
+    async def page(op: LaunchOp, args: ListArgs, answer: type[Listed]) -> Listed:
+        asked.append(args.after)
+        left = [name for name in names if args.after is None or name > args.after]
+        layers = ["layer"] if args.after is None else []
+        return Listed([ListedSandbox(name, 1, 2) for name in left[:800]], len(left) > 800, layers)
+
+    monkeypatch.setattr(launcher, "request", page)
+    listed = await launcher.listed()
+
+    assert [one.sandbox for one in listed.sandboxes] == names
+    assert (listed.layers, asked) == (["layer"], [None, "sbx_0799", "sbx_1599"])
 
 
 async def test_a_launch_is_not_tried_again_behind_the_callers_back(short_tmp: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from dsec.core.errors import HostError
 from dsec.node import fingerprint as fingerprint_module
 from dsec.node.config import NodeConfig
-from dsec.node.fingerprint import fingerprint, hierarchies, stores
+from dsec.node.fingerprint import core_dumps, fingerprint, hierarchies, stores
 
 
 def test_without_root_it_says_so_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +41,17 @@ def test_each_kind_of_cgroups_is_told_by_what_it_lacks(tmp_path: Path) -> None:
     assert hybrid.status == "ok"
     assert (without_memory.status, without_memory.detail) == ("degraded", "v2 without memory")
     assert hierarchies(tmp_path).status == "ok"
+
+
+def test_the_mode_for_debugging_of_core_dumps_is_told(tmp_path: Path) -> None:
+    mode = tmp_path / "suid_dumpable"
+    found = {}
+    for value in ("0", "1", "2"):
+        mode.write_text(f"{value}\n")
+        found[value] = core_dumps(mode)
+
+    assert [found[value].status for value in ("0", "1", "2")] == ["ok", "degraded", "ok"]
+    assert "suid_dumpable=2" in (found["1"].hint or "")
 
 
 def test_stores_need_fuse_and_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

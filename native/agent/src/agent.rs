@@ -89,12 +89,12 @@ impl Agent {
             .want(READ)
             .and_then(|()| listening.want(READ))
             .map_err(AgentError::at("waiting for connections"))?;
+        let boot_id = new_boot_id();
         Ok(Self {
             config: setup.config,
             own: setup.own,
             score: setup.score,
             work: setup.work,
-            boot_id: new_boot_id(),
             timers: Timers::new(),
             scratch: vec![0; SCRATCH_BYTES],
             link: None,
@@ -103,7 +103,8 @@ impl Agent {
             execs: Execs::default(),
             starts: StartGuard::default(),
             sessions: Sessions::default(),
-            watches: Watches::default(),
+            watches: Watches::of(&boot_id),
+            boot_id,
             shutting_down: false,
             is_init: setup.is_init,
             listener: setup.listener,
@@ -241,7 +242,7 @@ impl Agent {
         self.shutdown_if_done();
     }
 
-    fn shutdown_if_done(&mut self) {
+    pub fn shutdown_if_done(&mut self) {
         let busy = self.execs.iter().any(|(_, exec)| exec.running) || self.sessions.len() > 0;
         if self.shutting_down && !busy {
             self.finish();
@@ -335,6 +336,7 @@ impl Agent {
                 Timer::KillAgain(key) => self.kill_again(key),
                 Timer::Quiet(key) | Timer::DrainEnd(key) => self.drain_is_over(key),
                 Timer::Preamble(number) => self.pending.retain(|p| p.number != number),
+                Timer::ReadAgain(key) => self.read_unwatched(key),
                 Timer::Departures => self.departures_are_over(),
                 Timer::Shutdown => self.finish(),
                 Timer::Clock => {}

@@ -215,7 +215,7 @@ impl Connection {
         if self.to_socket.is_empty() {
             self.to_socket = VecDeque::new();
             if self.host_ended && !self.write_closed {
-                shutdown_write(&self.socket);
+                shutdown_write(&self.socket)?;
                 self.write_closed = true;
             }
         }

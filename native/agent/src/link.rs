@@ -201,7 +201,7 @@ impl Pending {
         let (echo, rest) = self.seen.split_at(PREAMBLE_BYTES);
         let (echo, rest) = (echo.to_vec(), rest.to_vec());
         match self.source.retarget(Token::Link.pack()) {
-            Ok(source) => Opening::Ready(Box::new(Link::new(source, &echo, &rest))),
+            Ok(()) => Opening::Ready(Box::new(Link::new(self.source, &echo, &rest))),
             Err(_) => Opening::Gone,
         }
     }

@@ -127,14 +127,18 @@ impl Agent {
             _ => return Err(Refusal::new("session_busy", "a command runs in it")),
         };
         discard_leftovers(session, &mut self.scratch);
+        let unwatched = |source: &mut Option<Source>| source.as_mut().map_or(Ok(()), |s| s.want(0));
+        // Both, before either belongs to the exec. One that is not watched for a while is drained before a command.
+        unwatched(&mut session.out)
+            .and_then(|()| unwatched(&mut session.err))
+            .map_err(|e| Refusal::system("spawn_failed", "session pipes", &e))?;
         let lend = |source: Option<Source>, token: Token| {
-            source
-                .map(|source| source.retarget(token.pack()))
-                .transpose()
-                .map_err(|e| Refusal::system("spawn_failed", "session pipes", &e))
+            let mut source = source?;
+            source.retarget(token.pack()).ok()?; // not watched, so that is no more than another token
+            Some(source)
         };
-        let out = lend(session.out.take(), Token::ExecOut(exec_key))?;
-        let err = lend(session.err.take(), Token::ExecErr(exec_key))?;
+        let out = lend(session.out.take(), Token::ExecOut(exec_key));
+        let err = lend(session.err.take(), Token::ExecErr(exec_key));
         session.number += 1;
         session.busy = Some(exec_key);
         let line = command_line(&session.shell, text, session.number, args.merge_stderr);
@@ -225,8 +229,11 @@ impl Agent {
             return;
         };
         let take_back = |source: Option<Source>, token: Token| {
-            let mut source = source?.retarget(token.pack()).ok()?;
-            source.want(READ).ok()?;
+            let mut source = source?;
+            // What cannot be watched is read before the next command.
+            let _ = source.want(0);
+            let _ = source.retarget(token.pack());
+            let _ = source.want(READ);
             Some(source)
         };
         session.out = take_back(lent.0, Token::SessionOut(key));

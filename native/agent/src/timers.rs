@@ -15,6 +15,8 @@ pub enum Timer {
     Quiet(u32),
     /// Its pipes have had long enough after the leader's end, quiet or not.
     DrainEnd(u32),
+    /// Its pipes, which the kernel does not watch for us, may have something.
+    ReadAgain(u32),
     /// A connection has not shown its preamble.
     Preamble(u32),
     /// What was moved and has not arrived has left the watched trees.

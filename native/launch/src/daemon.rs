@@ -32,6 +32,8 @@ use crate::workers::{Origin, Report, Task, Worker, Workers};
 
 /// Different filters that are kept; they depend on the software's version and policy, not on sandboxes.
 const FILTERS_MAX: usize = 256;
+/// An answer is one message of at most 128 KiB: a name, a pid and a start time are below 100 bytes.
+const LISTED_MAX: usize = 800;
 const STATUS_INTERVAL: Duration = Duration::from_millis(50);
 /// The test hook's file in the run directory: its content names the step that fails.
 const FAIL_STEP: &str = "fail_step";
@@ -473,11 +475,23 @@ impl<'a> Daemon<'a> {
     }
 
     fn list(&mut self, origin: Origin, message: &[u8]) -> Result<()> {
-        let Nothing {} = wire::decode_args(message)?;
+        let wire::ListArgs { after } = wire::decode_args(message)?;
+        let first = after.is_none();
+        let (sandboxes, more) = self
+            .setting
+            .sandboxes
+            .list(&after.unwrap_or_default(), LISTED_MAX);
         let listed = wire::Listed {
-            sandboxes: self.setting.sandboxes.list(),
-            layers: self.setting.layers.list()?,
-            filters: self.filters.keys().cloned().collect(),
+            sandboxes,
+            more,
+            layers: match first {
+                true => self.setting.layers.list()?,
+                false => Vec::new(),
+            },
+            filters: match first {
+                true => self.filters.keys().cloned().collect(),
+                false => Vec::new(),
+            },
         };
         self.succeed(origin, listed)
     }

@@ -1,6 +1,7 @@
 //! The sandboxes that run, and how their ends are noticed.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Bound;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -127,13 +128,17 @@ impl Sandboxes {
             .any(|sandbox| sandbox.record.lowers.iter().any(|lower| lower == digest))
     }
 
-    pub fn list(&self) -> Vec<ListedSandbox> {
+    /// At most `limit` of those whose names come after `after`, and whether there are more.
+    pub fn list(&self, after: &str, limit: usize) -> (Vec<ListedSandbox>, bool) {
         let listed = |sandbox: &Sandbox| ListedSandbox {
             sandbox: sandbox.record.sandbox.clone(),
             pid: sandbox.record.pid,
             start_ticks: sandbox.record.start_ticks,
         };
-        self.running.values().map(listed).collect()
+        let beyond = (Bound::Excluded(after), Bound::Unbounded);
+        let mut left = self.running.range::<str, _>(beyond).map(|(_, one)| one);
+        let page = left.by_ref().take(limit).map(listed).collect();
+        (page, left.next().is_some())
     }
 
     /// A launch has succeeded. Its end is returned if it has come already.
@@ -259,5 +264,53 @@ fn event(record: &Record, status: i32, oom_kills: u64) -> ExitEvent {
         pid: record.pid,
         status,
         oom_kills: record.oom_kills().max(oom_kills).max(oom_kills),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_of_the_list_follow_each_other() {
+        let directory = std::env::temp_dir().join(format!("dsec-list-{}", std::process::id()));
+        let records = Records::open(&directory).unwrap();
+        let (mut sandboxes, _) = Sandboxes::adopt(records).unwrap();
+        for number in 0..25 {
+            let record = Record {
+                sandbox: format!("sbx_{number:02}"),
+                pid: number + 1,
+                start_ticks: 1,
+                lowers: Vec::new(),
+                oom_file: None,
+                view: None,
+                view_kind: ViewKind::default(),
+                view_server: None,
+            };
+            let (adopted, oom_kills) = (None, 0);
+            sandboxes.running.insert(
+                record.sandbox.clone(),
+                Sandbox {
+                    record,
+                    adopted,
+                    oom_kills,
+                },
+            );
+        }
+        let mut names: Vec<String> = Vec::new();
+        let mut sizes = Vec::new();
+        loop {
+            let after = names.last().cloned().unwrap_or_default();
+            let (page, more) = sandboxes.list(&after, 10);
+            sizes.push(page.len());
+            names.extend(page.into_iter().map(|one| one.sandbox));
+            if !more {
+                break;
+            }
+        }
+        std::fs::remove_dir_all(&directory).unwrap();
+
+        assert_eq!(sizes, [10, 10, 5]);
+        assert_eq!((names.len(), names.is_sorted()), (25, true));
     }
 }

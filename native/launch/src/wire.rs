@@ -328,9 +328,17 @@ pub struct DestroyArgs {
     pub cgroup1: BTreeMap<String, String>,
 }
 
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ListArgs {
+    #[serde(default)]
+    pub after: Option<String>,
+}
+
 #[derive(Serialize)]
 pub struct Listed {
     pub sandboxes: Vec<ListedSandbox>,
+    pub more: bool,
     pub layers: Vec<String>,
     pub filters: Vec<String>,
 }

@@ -104,13 +104,12 @@ impl Source {
         self.interest
     }
 
-    /// The same descriptor under another token.
-    pub fn retarget(mut self, token: u64) -> io::Result<Self> {
+    /// The same descriptor under another token. On an error it is not waited for, or still under the token of before.
+    pub fn retarget(&mut self, token: u64) -> io::Result<()> {
         let interest = self.interest;
         self.want(0)?;
         self.token = token;
-        self.want(interest)?;
-        Ok(self)
+        self.want(interest)
     }
 
     /// `None` when it would block; 0 at the end.

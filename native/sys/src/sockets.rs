@@ -94,7 +94,11 @@ pub fn connect_error(fd: &impl AsRawFd) -> io::Result<()> {
     }
 }
 
-pub fn shutdown_write(fd: &impl AsRawFd) {
-    // SAFETY: no pointers. The other side may have gone already: no error then.
-    unsafe { libc::shutdown(fd.as_raw_fd(), libc::SHUT_WR) };
+/// The other side may have gone already: no error then.
+pub fn shutdown_write(fd: &impl AsRawFd) -> io::Result<()> {
+    // SAFETY: no pointers.
+    match check(unsafe { libc::shutdown(fd.as_raw_fd(), libc::SHUT_WR) }) {
+        Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(()),
+        done => done.map(drop),
+    }
 }

@@ -11,6 +11,7 @@ from dsec.agent.execs import ExecStream
 from dsec.agent.streams import Shape
 from dsec.agent.transfers import Download, Duplex, Upload, Watch
 from dsec.core.errors import LimitError
+from dsec.core.faults import fault_point
 from dsec.core.limits import CREDIT_INITIAL_BYTES, DOWNLOAD_WINDOW_BYTES, LIST_ENTRIES_MAX, PREAMBLE_TIMEOUT_S
 from dsec.wire import agent
 from dsec.wire.agent import Op
@@ -197,6 +198,7 @@ class AgentClient:
 
     async def clock(self, *, paused_s: float, wall_s: float | None = None) -> None:
         """After a pause: timeouts are extended by it."""
+        fault_point("agent.clock")
         await self._unary(Op.CLOCK, agent.ClockArgs(paused_s, wall_s))
 
     async def claim(self, args: agent.ClaimArgs) -> None:
@@ -210,6 +212,7 @@ class AgentClient:
 
     async def freeze_prepare(self) -> None:
         """The agent flushes its queued output before it is frozen, and holds its deadlines until `clock`."""
+        fault_point("agent.freeze_prepare")
         await self._unary(Op.FREEZE_PREPARE, {})
 
     async def shutdown(self) -> None:

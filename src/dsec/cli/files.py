@@ -43,11 +43,15 @@ def cp(
         ),
     ],
     user: User = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what a copy of the same file before has left.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Copy a file or a directory into a sandbox or out of it.
 
     With - in place of a local path one file is taken from standard input, or its content is put to standard output.
+    With --resume a large file that did not get through stays as a part, and the same command goes on with that.
     """
     from dsec.core.units import format_size
 
@@ -55,13 +59,16 @@ def cp(
     if (there is None) == (here is None):
         raise typer.BadParameter("exactly one of the two must be SANDBOX:PATH (write ./a:b for a local name with ':')")
 
+    if resume and _STANDARD in (source, target):
+        raise typer.BadParameter("what comes from standard input, or goes to standard output, cannot be gone on with")
+
     async def work() -> None:
         async with client() as c:
             if there is not None:
-                done = await _in(await find(c, there[0]), source, there[1], user)
+                done = await _in(await find(c, there[0]), source, there[1], user, resume)
             else:
                 assert here is not None
-                done = await _out(await find(c, here[0]), here[1], target, user)
+                done = await _out(await find(c, here[0]), here[1], target, user, resume)
         for skipped in done.skipped:
             say(f"left out: {skipped}")
         if settings.json and target != _STANDARD:
@@ -72,25 +79,25 @@ def cp(
     run_async(work())
 
 
-async def _in(sandbox: AsyncSandbox, source: str, remote: str, user: str | None) -> Transfer:
+async def _in(sandbox: AsyncSandbox, source: str, remote: str, user: str | None, resume: bool) -> Transfer:
     from dsec.sdk.files import write_pieces
     from dsec.sdk.transfer import Transfer
 
     if source != _STANDARD:
-        return await sandbox.upload(source, remote, user=user)
+        return await sandbox.upload(source, remote, user=user, resume=resume)
     if remote.endswith("/"):
         raise typer.BadParameter("standard input has no name: write SANDBOX:PATH with that of the file")
     return Transfer(await write_pieces(sandbox.files, remote, _standard_input(), user=user))
 
 
-async def _out(sandbox: AsyncSandbox, remote: str, target: str, user: str | None) -> Transfer:
+async def _out(sandbox: AsyncSandbox, remote: str, target: str, user: str | None, resume: bool) -> Transfer:
     import contextlib
 
     from dsec.core.errors import InvalidArgumentError
     from dsec.sdk.transfer import Transfer
 
     if target != _STANDARD:
-        return await sandbox.download(remote, target, user=user)
+        return await sandbox.download(remote, target, user=user, resume=resume)
     kind = (await sandbox.files.stat(remote, user=user)).kind
     if kind != "file":
         raise InvalidArgumentError(f"{remote} is a {kind}; only a file goes to standard output")

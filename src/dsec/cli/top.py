@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from dsec.cli.console import Json, age, clean, client, complain, lay_out, parse_pairs, put_json, run_async, settings
+from dsec.cli.console import Json, age, clean, client, lay_out, parse_pairs, put_json, run_async, settings
 from dsec.cli.options import Labels
 from dsec.cli.pages import command
 
@@ -19,11 +19,8 @@ if TYPE_CHECKING:
     import asyncio
 
     from dsec.sdk.client import AsyncClient
-    from dsec.sdk.sandbox import AsyncSandbox
-    from dsec.wire.records import Metrics
+    from dsec.wire.records import Metrics, Sandbox
 
-_SANDBOXES_MAX: Final = 1_000  # one request each, every time
-_AT_ONCE: Final = 16
 _FIRST_LOOK_S: Final = 0.5  # between the two looks of --once
 _SORTS: Final = ("cpu", "memory", "disk", "pids", "execs", "age", "name")
 _HEADINGS: Final = ("SANDBOX", "NAME", "STATE", "CPU%", "MEMORY", "LIMIT", "DISK", "PIDS", "EXECS", "AGE", "PROJECT")
@@ -79,8 +76,6 @@ def top(
             return
         for line in lay_out(_HEADINGS, map(_cells, rows)):
             print(line)
-        if looks.left_out:
-            complain(f"{looks.left_out} more are not shown; --label chooses")
 
     run_async(work())
 
@@ -95,36 +90,19 @@ class Looks:
     """Successive looks at the sandboxes; from the second one on there is a rate of processor use."""
 
     def __init__(self, *, labels: dict[str, str]) -> None:
-        self.left_out = 0
         self._labels = labels
         self._before: dict[str, Metrics] = {}
 
     async def look(self, client: AsyncClient) -> list[Row]:
-        import asyncio
-
-        found = await client.list(labels=self._labels)
-        self.left_out = max(0, len(found) - _SANDBOXES_MAX)
-        found = found[:_SANDBOXES_MAX]
-        turn = asyncio.Semaphore(_AT_ONCE)
-        told = await asyncio.gather(*(_metrics(sandbox, turn) for sandbox in found))
+        found = [sandbox.info for sandbox in await client.list(labels=self._labels, metrics=True)]
         before = self._before
-        self._before = {s.id: m for s, m in zip(found, told, strict=True) if m is not None}
-        now = time.time()
-        return [_row(s, m, before.get(s.id), now) for s, m in zip(found, told, strict=True)]
+        self._before = {info.id: info.metrics for info in found if info.metrics is not None}
+        at = time.time()
+        return [_row(info, before.get(info.id), at) for info in found]
 
 
-async def _metrics(sandbox: AsyncSandbox, turn: asyncio.Semaphore) -> Metrics | None:
-    from dsec.core.errors import ConflictError, GoneError, NotFoundError, SandboxError
-
-    async with turn:
-        try:
-            return await sandbox.metrics()
-        except (NotFoundError, GoneError, ConflictError, SandboxError):
-            return None  # it ended, or changes its state, between list and look
-
-
-def _row(sandbox: AsyncSandbox, now: Metrics | None, before: Metrics | None, at: float) -> Row:
-    info = sandbox.info
+def _row(info: Sandbox, before: Metrics | None, at: float) -> Row:
+    now = info.metrics
     return Row(
         id=info.id,
         name=info.name,

@@ -18,6 +18,7 @@ LIMIT_CONTROLLERS = ("memory", "cpu", "pids")
 _CPU_PERIOD_US = 100_000
 _READ_BYTES_MAX = 64 * 1024
 _V1_CPU_TIME = "cpuacct"  # looked at where no cgroup2 counts it
+_OURS = "trusted.dsec.made"  # an attribute of directories that the operator has not made
 _V1_SWAP = "memory.memsw.limit_in_bytes"  # memory and swap together; not below memory alone, and so written after it
 _V1_SOCKETS = "memory.kmem.tcp.limit_in_bytes"  # of UDP as well, whatever its name says
 
@@ -137,13 +138,22 @@ def prepare_parent(host: CgroupHost, parent: str, *, pids_max: int, memory_max: 
     Raises HostError naming what the host refused.
     """
     hint = "run as root, or in a unit with Delegate=yes"
+    with contextlib.suppress(HostError):
+        # Another node that ends may remove what is empty, while we make ours in it: then all is made again.
+        return _prepare(host, parent, pids_max, memory_max, hint)
+    return _prepare(host, parent, pids_max, memory_max, hint)
+
+
+def _prepare(host: CgroupHost, parent: str, pids_max: int, memory_max: int | None, hint: str) -> None:
     try:
         if host.v2 is not None:
             _prepare_v2(host.v2, parent, host.v2_controllers, pids_max, memory_max)
         for controller, mount in host.v1.items():
             if host.limits(controller) == "v1":
-                directory = mount / parent
-                directory.mkdir(parents=True, exist_ok=True)
+                directory = mount
+                for part in Path(parent).parts:
+                    directory = directory / part
+                    _make(directory)
                 if controller == "pids":
                     (directory / "pids.max").write_text(str(pids_max))
                 elif controller == "memory" and memory_max is not None:
@@ -152,6 +162,15 @@ def prepare_parent(host: CgroupHost, parent: str, *, pids_max: int, memory_max: 
         if error.errno == errno.EBUSY:
             hint = "processes are in a cgroup above it, which then hands nothing down; move them to one beside it"
         raise HostError(f"cannot make the cgroup {parent!r}: {error}", hint=hint) from error
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        return
+    with contextlib.suppress(OSError):  # then it is nobody's, and stays
+        os.setxattr(directory, _OURS, b"")
 
 
 def _set_memory(file: Path, memory_max: int) -> None:
@@ -168,7 +187,7 @@ def _prepare_v2(mount: Path, parent: str, controllers: frozenset[str], pids_max:
     for part in Path(parent).parts:
         _hand_down(directory, controllers)
         directory = directory / part
-        directory.mkdir(exist_ok=True)
+        _make(directory)
     _hand_down(directory, controllers)
     if "pids" in controllers:
         (directory / "pids.max").write_text(str(pids_max))
@@ -188,10 +207,13 @@ def _hand_down(directory: Path, controllers: frozenset[str]) -> None:
 
 
 def remove_parent(host: CgroupHost, parent: str) -> None:
-    """Remove the node's directories where they are empty; those above stay, other nodes may use them."""
+    """Remove the node's directories where they are empty, and those above which a node has made and none uses."""
     for mount in {*([host.v2] if host.v2 else []), *host.v1.values()}:
         with contextlib.suppress(OSError):
             (mount / parent).rmdir()
+            for above in Path(parent).parents[:-1]:
+                os.getxattr(mount / above, _OURS)
+                (mount / above).rmdir()
 
 
 # ---- reading -------------------------------------------------------------------------------------

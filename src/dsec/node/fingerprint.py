@@ -79,6 +79,7 @@ _MEANING: Final = {
     "EROFS": ("advised", "layers are kept as directories, which take more room, files and memory"),
     "descriptors": ("advised", "fewer sandboxes at once: each takes about four"),
     "host limits": ("advised", "the last sandboxes find nothing left of what all share, long before the node is full"),
+    "core dumps": ("advised", "root of a sandbox can trace a command of it that is being started"),
     "Landlock": ("optional", "nothing of ours: programs inside cannot confine themselves with it"),
     "stores": ("optional", "`dsec env build --store` does not work: nothing is loaded on demand"),
     "Debian packages": ("optional", "`dsec env build --debian` does not work; tar, directory and OCI do"),
@@ -96,6 +97,7 @@ def _probes(config: NodeConfig) -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "overlayfs", lambda: _filesystem("overlay", "roots of sandboxes cannot be made")
     yield "EROFS", lambda: _filesystem("erofs", "layers are kept as directories")
     yield "seccomp", _seccomp
+    yield "core dumps", core_dumps
     yield "Landlock", _landlock
     yield "memory", lambda: _memory(config)
     yield "disk", lambda: _disk(config)
@@ -227,6 +229,15 @@ def _seccomp() -> Finding:
         return Finding(what="seccomp", status=MISSING, detail="filters are not in this kernel")
     actions = path.read_text().split()
     return Finding(what="seccomp", status=OK if "errno" in actions else MISSING, detail=" ".join(actions))
+
+
+def core_dumps(mode: Path = Path("/proc/sys/fs/suid_dumpable")) -> Finding:
+    """Of programs that have changed who they are: in the kernel's mode for debugging they can be traced as well."""
+    found = mode.read_text().strip()
+    if found != "1":
+        return Finding(what="core dumps", status=OK, detail=f"fs.suid_dumpable is {found}")
+    hint = "sysctl -w fs.suid_dumpable=2"
+    return Finding(what="core dumps", status=DEGRADED, detail="fs.suid_dumpable is 1, for debugging", hint=hint)
 
 
 def _landlock() -> Finding:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final
 
+import msgspec
+
 from dsec.core import limits
-from dsec.core.errors import InvalidArgumentError, LimitError
+from dsec.core.errors import DsecError, InvalidArgumentError, LimitError
 from dsec.core.states import ENDED, SandboxState
 from dsec.node.journal import Journal
 from dsec.node.registry import BEGINNING, Place, Registry, decode_cursor, encode_cursor
@@ -35,6 +39,19 @@ def list_sandboxes(registry: Registry, journal: Journal, query: ListQuery, *, pr
         if _matches(sandbox, query, states, project):
             found.append(sandbox)
     return SandboxPage(found, None)
+
+
+async def with_metrics(registry: Registry, page: SandboxPage) -> SandboxPage:
+    """As they are now; one that ends meanwhile has none. Others get their turn in between."""
+    found = []
+    for sandbox in page.sandboxes:
+        living = registry.find(sandbox.id)
+        if living is not None:
+            with suppress(DsecError):
+                sandbox = msgspec.structs.replace(sandbox, metrics=await living.measure())
+            await asyncio.sleep(0)
+        found.append(sandbox)
+    return SandboxPage(found, page.next)
 
 
 def _merged(

@@ -27,7 +27,7 @@ from dsec.node.doctor import examine
 from dsec.node.execs import NodeExec
 from dsec.node.files import call_agent, decode_args, session_info, session_open
 from dsec.node.layerdesk import LayerDesk
-from dsec.node.listing import list_sandboxes
+from dsec.node.listing import list_sandboxes, with_metrics
 from dsec.node.node import Node
 from dsec.node.rights import check_rights, check_source, check_store_of, check_target, project_seen
 from dsec.node.supervisor import Supervisor
@@ -180,7 +180,8 @@ class Service:
             return buried.sandbox
 
     async def _list(self, request: records.ListQuery, caller: Caller, _: str | None) -> records.SandboxPage:
-        return list_sandboxes(self._node.registry, self._node.journal, request, project=project_seen(caller))
+        page = list_sandboxes(self._node.registry, self._node.journal, request, project=project_seen(caller))
+        return await with_metrics(self._node.registry, page) if request.metrics else page
 
     async def _destroy(self, request: records.SandboxRef, caller: Caller, _: str | None) -> records.Sandbox:
         try:

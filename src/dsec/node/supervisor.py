@@ -231,9 +231,9 @@ class Supervisor:
         self._set(state, **changes)
         try:
             await self._services.journal.put(self.row)
-        except DsecError:
+        except DsecError as error:
             self._set(SandboxState(before.state))
-            self.row = before
+            self.row, error.outcome = before, Outcome.UNCHANGED
             raise
 
     async def move_anyway(self, state: SandboxState, **changes: Any) -> None:

@@ -255,12 +255,15 @@ class AsyncClient:
         name: str | None = None,
         states: tuple[str, ...] = (),
         max_items: int = 10_000,
+        metrics: bool = False,
     ) -> list[AsyncSandbox]:
-        """The sandboxes that have all of `labels`; without `states` those that have not ended."""
+        """The sandboxes that have all of `labels`; without `states` those that have not ended. With `metrics` each
+        one's `info` has its figures as they are now."""
         found: list[AsyncSandbox] = []
         cursor: str | None = None
         while len(found) < max_items:
-            page = await self._transport.call("GET", _list_path(labels, name, states, cursor, max_items), SandboxPage)
+            path = _list_path(labels, name, states, cursor, max_items, metrics)
+            page = await self._transport.call("GET", path, SandboxPage)
             found += [AsyncSandbox(self, info) for info in page.sandboxes]
             if page.next is None or page.next == cursor:
                 break
@@ -311,7 +314,12 @@ def _key(given: str | None) -> str:
 
 
 def _list_path(
-    labels: Mapping[str, str] | None, name: str | None, states: tuple[str, ...], cursor: str | None, most: int
+    labels: Mapping[str, str] | None,
+    name: str | None,
+    states: tuple[str, ...],
+    cursor: str | None,
+    most: int,
+    metrics: bool,
 ) -> str:
     """A query may hold several labels and states, so it is written here."""
     from dsec.sdk.transport import encode_query
@@ -319,6 +327,8 @@ def _list_path(
     parts = [encode_query({"label": f"{k}={v}"}) for k, v in (labels or {}).items()]
     parts += [encode_query({"state": state}) for state in states]
     parts.append(encode_query({"name": name, "limit": min(limits.LIST_PAGE_MAX, most), "cursor": cursor}))
+    if metrics:
+        parts.append(encode_query({"metrics": True}))
     return "/sandboxes?" + "&".join(part for part in parts if part)
 
 

@@ -1175,10 +1175,14 @@ class Client(Blocking[AsyncClient]):
         name: str | None = None,
         states: tuple[str, ...] = (),
         max_items: int = 10000,
+        metrics: bool = False,
     ) -> list[Sandbox]:
-        """The sandboxes that have all of `labels`; without `states` those that have not ended."""
+        """The sandboxes that have all of `labels`; without `states` those that have not ended. With `metrics` each
+        one's `info` has its figures as they are now."""
         result: list[Sandbox] = wrap(
-            portal().run(self._async.list(labels=labels, name=name, states=states, max_items=max_items))
+            portal().run(
+                self._async.list(labels=labels, name=name, states=states, max_items=max_items, metrics=metrics)
+            )
         )
         return result
 

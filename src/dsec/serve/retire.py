@@ -20,8 +20,6 @@ from dsec.core.ids import parse_sandbox_id
 from dsec.storage.loader import Loader
 from dsec.wire.codec import from_json
 from dsec.wire.errors import ErrorBody, error_of
-from dsec.wire.launch import LaunchOp, Listed
-from dsec.wire.node import Nothing
 from dsec.wire.records import SandboxPage
 
 _CALL_TIMEOUT_S: Final = 150.0  # above the API's own for a destroy
@@ -59,7 +57,7 @@ async def _sandboxes_held(run_dir: Path) -> int:
     program = find_binary("dsec-launch")
     launcher = Launcher(run_dir, launch_binary=program, agent_binary=program, start_s=_END_TIMEOUT_S)
     try:
-        return len((await launcher.request(LaunchOp.LIST, Nothing(), Listed)).sandboxes)
+        return len((await launcher.listed()).sandboxes)
     except LauncherRefusal as refusal:
         raise UnavailableError(f"dsec-launch does not say what it holds: {refusal}") from refusal
     finally:

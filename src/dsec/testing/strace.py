@@ -23,6 +23,7 @@ from dsec.testing.processes import read_process
 
 ATTACH_S: Final = 60.0
 _POLL_S: Final = 0.005
+_END_S: Final = 1.0
 _CALL: Final = re.compile(r"^(\d+) +(?:<\.\.\. )?(\w+)(\(| resumed)")
 
 # What a call of this kind says on a host that is at its end; others say EIO.
@@ -100,8 +101,7 @@ def traced(pid: int, fault: Fault | None = None) -> Iterator[Traced]:
             _wait_until_attached(pid, process)
             yield found
         finally:
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=ATTACH_S)
+            _let_go(pid, process)
         for line in lines.read_text(errors="replace").splitlines():
             if (match := _CALL.match(line)) is None:
                 continue
@@ -109,6 +109,21 @@ def traced(pid: int, fault: Fault | None = None) -> Iterator[Traced]:
                 found.calls.setdefault(int(match[1]), Counter())[match[2]] += 1
             if "(INJECTED" in line:
                 found.hits.append(line)
+
+
+def _let_go(pid: int, process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    until_s = time.monotonic() + ATTACH_S
+    while True:
+        try:
+            process.communicate(timeout=_END_S)
+            return
+        except subprocess.TimeoutExpired:
+            # Of a program with threads that has ended it waits for the first thread, which comes after the others, and
+            # for those it does not wait. Without it they are their parent's.
+            if not _lives(pid):
+                process.kill()
+            assert time.monotonic() < until_s, "strace does not end"
 
 
 def _wait_until_attached(pid: int, process: subprocess.Popen[bytes]) -> None:

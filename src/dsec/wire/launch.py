@@ -246,8 +246,17 @@ class TidyArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sandboxes: str
 
 
+class ListArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An answer is one message, so it has so many sandboxes, in the order of their names; `after`: those behind it."""
+
+    after: str | None = None
+
+
 class Listed(msgspec.Struct, frozen=True):
+    """With layers and filters in the first page alone."""
+
     sandboxes: list[ListedSandbox] = []
+    more: bool = False
     layers: list[str] = []
     filters: list[str] = []
 

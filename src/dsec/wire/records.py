@@ -47,6 +47,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     cause_detail: str | None = None
     create_ms: float | None = None  # from admission to the agent's hello; with `start`, until it was ready
     usage: Usage | None = None
+    metrics: Metrics | None = None  # in a list that was asked for them, of those that have not ended
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +126,7 @@ class ListQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     states: list[str] = []  # empty: all that have not ended
     limit: int = limits.LIST_PAGE_DEFAULT
     cursor: str | None = None
+    metrics: bool = False  # as they are now, with each
 
 
 class TtlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -17,6 +17,8 @@ const STARVED_BYTES_MAX: usize = 32 << 10;
 /// A process that lives on and writes for ever does not keep its exec open for ever.
 const DRAIN_END_MS: u64 = 2_000;
 const LAST_READS_MAX: usize = 64;
+/// How often it is looked for output that the kernel cannot tell of.
+const UNWATCHED_MS: u64 = 20;
 /// How often it is looked whether killed processes are gone.
 const GONE_POLL_MS: u64 = 10;
 
@@ -93,12 +95,18 @@ impl Agent {
         let changed = exec.out.want(interest).and(exec.err.want(interest));
         self.execs.starved |= full && limit == STARVED_BYTES_MAX;
         if changed.is_err() {
-            if let Some(exec) = self.execs.get_mut(key) {
-                exec.out.source = None;
-                exec.err.source = None;
-            }
+            // No memory in the kernel, or too many watched already: that passes, and nothing is lost meanwhile.
+            self.timers.set_in(Timer::ReadAgain(key), UNWATCHED_MS);
         }
         self.set_drain_timers(key, full);
+    }
+
+    /// Reads what could not be waited for, and tries to wait for it again.
+    pub fn read_unwatched(&mut self, key: u32) {
+        for channel in [CHANNEL_OUT, CHANNEL_ERR] {
+            self.read_output(key, channel);
+        }
+        self.set_output_interest(key);
     }
 
     /// After output was acknowledged or dropped.
@@ -217,6 +225,7 @@ impl Agent {
     pub fn finish_exec(&mut self, key: u32) {
         self.timers.clear(Timer::Quiet(key));
         self.timers.clear(Timer::DrainEnd(key));
+        self.timers.clear(Timer::ReadAgain(key));
         let Some(exec) = self.execs.get(key) else {
             return;
         };

@@ -1,6 +1,6 @@
 //! Ending an exec: signals to its whole tree, by cgroup where there is one, else by a walk over /proc.
 
-use dsec_sys::process::kill;
+use dsec_sys::process::{kill, Ended};
 use dsec_sys::signals::{KILL, STOP, TERM};
 
 use super::{Cause, Killing};
@@ -12,9 +12,10 @@ use crate::timers::Timer;
 /// Processes may fork while they are being killed one by one.
 const ROUNDS_MAX: usize = 50;
 const AGAIN_MS: u64 = 50;
-/// A session's shell has this long to notice that its command was killed.
-const SHELL_ANSWER_MS: u64 = 1_000;
-/// Killed processes that are still there after this are in the kernel's hands (a dead disk): the exec ends without them.
+/// A session's shell has this long to notice that its command was killed; on a busy machine that is not at once.
+const SHELL_ANSWER_MS: u64 = 2_000;
+/// Killed processes that are still there after this are in the kernel's hands (a dead disk), or those of a tracer, who
+/// hears of their end before we do: the exec ends without them.
 const GONE_MS_MAX: u64 = 5_000;
 
 /// What a tree hangs on.
@@ -61,17 +62,42 @@ impl Agent {
             return;
         };
         let in_session = exec.session.is_some();
+        let waited = match exec.killing {
+            Killing::No | Killing::Term => false,
+            Killing::Kill => !in_session,
+            Killing::All => true,
+        };
         exec.killing = match exec.killing {
             Killing::No | Killing::Term => Killing::Kill,
             Killing::Kill | Killing::All => Killing::All,
         };
-        self.kill_tree(key);
-        self.timers.set_in(Timer::KillAgain(key), AGAIN_MS);
-        let next_ms = match in_session {
+        let next_ms = match in_session && exec.killing == Killing::Kill {
             true => SHELL_ANSWER_MS,
             false => GONE_MS_MAX,
         };
+        self.kill_tree(key);
+        self.timers.set_in(Timer::KillAgain(key), AGAIN_MS);
         self.timers.set_in(Timer::Grace(key), next_ms);
+        if waited {
+            self.end_without_leader(key);
+        }
+    }
+
+    /// Of a leader (or a session's shell) that was killed and that we cannot reap. Should that come after all, the pid
+    /// means nothing to us by then.
+    fn end_without_leader(&mut self, key: u32) {
+        let (pid, session) = match self.execs.get(key) {
+            Some(exec) if exec.running => (exec.pid, exec.session),
+            _ => return,
+        };
+        match session {
+            Some(_) => drop(self.session_reaped(pid, Ended::Signaled(KILL))),
+            None => {
+                self.execs.take_pid(pid);
+                self.command_ended(key, Ended::Signaled(KILL));
+            }
+        }
+        self.shutdown_if_done();
     }
 
     /// Killed, and perhaps not gone yet.

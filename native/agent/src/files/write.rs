@@ -26,6 +26,8 @@ use crate::users::Account;
 const WINDOW_BYTES: u64 = 1 << 20;
 const MODE_BITS: u32 = 0o7777;
 const MODE_NEW: u32 = 0o644;
+/// Ends the name of a file that takes the place of another at the end.
+const REPLACING: &str = "-again.tmp";
 
 pub struct Writing {
     file: File,
@@ -68,7 +70,7 @@ impl Agent {
             return Err(Refusal::invalid("offset is out of range"));
         }
         let account = self.account(args.user.as_deref())?;
-        let unique = format!("{}{stream}", &self.boot_id[..12]);
+        let unique = format!("{}{stream}", temporary_prefix(&self.boot_id));
         let opened = acting_as(&self.own, &account, || {
             if args.parents {
                 make_directory(target.parent().unwrap_or(Path::new("/")), true)?;
@@ -195,6 +197,16 @@ impl Writing {
     }
 }
 
+/// How names of files begin that this agent writes and that have no name of their own yet.
+pub fn temporary_prefix(boot_id: &str) -> String {
+    format!(".dsec-{}", &boot_id[..12])
+}
+
+/// Whether the file of this name, one of ours, was to take the place of another.
+pub fn replaces(temporary: &[u8]) -> bool {
+    temporary.ends_with(REPLACING.as_bytes())
+}
+
 type Opened = io::Result<Option<(File, Place)>>;
 
 fn open_in_place(target: &Path, args: &WriteArgs) -> Opened {
@@ -232,7 +244,11 @@ fn open_replacement(path: &Path, args: &WriteArgs, unique: &str) -> Opened {
     if name.as_bytes().len() > 255 {
         return Err(io::Error::from_raw_os_error(libc::ENAMETOOLONG));
     }
-    let temporary = directory.join(format!(".dsec-{unique}.tmp"));
+    let ending = match before {
+        Some(_) => REPLACING,
+        None => ".tmp",
+    };
+    let temporary = directory.join(format!("{unique}{ending}"));
     let file = OpenOptions::new()
         .write(true)
         .create_new(true)

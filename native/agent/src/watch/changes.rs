@@ -5,6 +5,7 @@ use dsec_sys::inotify::{self, Change};
 
 use super::walk::Known;
 use super::{is_below, join, Label, Watches};
+use crate::files::write::replaces;
 
 const READS_PER_TURN: usize = 16;
 
@@ -50,6 +51,12 @@ impl Watches {
             self.labels.remove(&change.watch);
             for watch in self.by_stream.values_mut() {
                 watch.walk.ignored(change.watch);
+            }
+            return;
+        }
+        if self.is_hidden(&change.name) {
+            if change.mask & inotify::MOVED_FROM != 0 {
+                self.placing = Some((change.cookie, replaces(&change.name)));
             }
             return;
         }
@@ -104,6 +111,12 @@ impl Watches {
             .position(|d| d.stream == stream && d.cookie == change.cookie);
         let from = from.map(|at| self.departures.remove(at));
         self.depart_from(stream, &event.path);
+        if self.placing == Some((change.cookie, true)) {
+            self.learn(stream, change);
+            let kind = "modified".to_owned();
+            self.tell(stream, known, WatchEvent { kind, ..event });
+            return;
+        }
         match from {
             Some(from) if from.told => {
                 self.learn(stream, change);

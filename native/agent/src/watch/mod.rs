@@ -27,6 +27,7 @@ use crate::agent::Agent;
 use crate::dispatch::Answer;
 use crate::exec::requests::Pumped;
 use crate::files::path_of;
+use crate::files::write::temporary_prefix;
 use crate::refusal::Refusal;
 use crate::streams::{Body, Stream};
 use crate::timers::Timer;
@@ -49,6 +50,10 @@ pub struct Watches {
     departures: Vec<Departure>,
     /// Bytes of changes taken so far: points in their order.
     taken: u64,
+    /// How names of files begin that are being uploaded: nobody is told of them.
+    hidden: Vec<u8>,
+    /// The upload that gets its name: the cookie of that, and whether it takes the place of a file.
+    placing: Option<(u32, bool)>,
 }
 
 struct Watch {
@@ -176,6 +181,17 @@ impl Agent {
 }
 
 impl Watches {
+    pub fn of(boot_id: &str) -> Self {
+        Self {
+            hidden: temporary_prefix(boot_id).into_bytes(),
+            ..Self::default()
+        }
+    }
+
+    fn is_hidden(&self, name: &[u8]) -> bool {
+        !self.hidden.is_empty() && name.starts_with(&self.hidden)
+    }
+
     fn open(&mut self, poller: &Poller) -> io::Result<()> {
         if self.instance.is_none() {
             let mut source = Source::new(poller, inotify::new_instance()?, Token::Inotify.pack());

@@ -337,6 +337,9 @@ impl Watches {
         let mut found = BTreeMap::new();
         for entry in directory {
             let entry = entry?;
+            if self.is_hidden(entry.file_name().as_bytes()) {
+                continue;
+            }
             let is_directory = entry.file_type().is_ok_and(|kind| kind.is_dir());
             found.insert(entry.file_name().as_bytes().to_vec(), is_directory);
             if found.len() > WATCH_EVENTS_QUEUED_MAX {

@@ -78,6 +78,7 @@ async def list_sandboxes(request: Request) -> Answer:
         states=_states(query["state"]),
         limit=query["limit"],
         cursor=query["cursor"],
+        metrics=query["metrics"],
     )
     return await request.forward(Method.LIST, listing, SandboxPage)
 
@@ -130,6 +131,7 @@ _LIST = (
     Param("state", Kind.TEXT, "any of these; default: all that have not ended", repeated=True),
     Param("limit", Kind.INT, "of one page", default=LIST_PAGE_DEFAULT, maximum=LIST_PAGE_MAX),
     Param("cursor", Kind.TEXT, "`next` of the page before"),
+    Param("metrics", Kind.BOOL, "with the figures of each as they are now", default=False),
 )
 
 ROUTES = (

@@ -58,7 +58,6 @@ from dsec.wire.launch import (
     LaunchPlan,
     LayerMount,
     LayerRef,
-    Listed,
     TidyArgs,
     ViewArgs,
     Viewed,
@@ -326,7 +325,7 @@ class ContainerBackend:
 
     async def _started(self, intent: ContainerRecord) -> ContainerRecord:
         """A node that was killed between launch and journal left only its intent: the launcher knows the rest."""
-        listed = await self.launcher.request(LaunchOp.LIST, {}, Listed)
+        listed = await self.launcher.listed()
         for one in listed.sandboxes:
             if one.sandbox == intent.launched_as:
                 return msgspec.structs.replace(intent, pid=one.pid, start_ticks=one.start_ticks)
@@ -361,7 +360,7 @@ class ContainerBackend:
             return  # no launcher has ever mounted one
         await self._open()
         await self._register(())
-        for digest in set((await self.launcher.request(LaunchOp.LIST, {}, Listed)).layers) - set(digests):
+        for digest in set((await self.launcher.listed()).layers) - set(digests):
             # A launch that comes in between is told that there is no such layer, and registers it again.
             self._registered.discard(digest)
             self._blobs.pop(digest, None)

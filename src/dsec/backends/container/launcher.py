@@ -24,6 +24,8 @@ from dsec.wire.launch import (
     LaunchOp,
     LaunchReply,
     LaunchRequest,
+    ListArgs,
+    Listed,
 )
 
 T = TypeVar("T")
@@ -77,6 +79,14 @@ class Launcher:
         # It went away under the request, and may have done it or not: the next launcher does it as well.
         await self._ensure_connected()
         return await self._exchange(op, args, answer, timeout_s)
+
+    async def listed(self) -> Listed:
+        """All that it holds, page by page."""
+        found = page = await self.request(LaunchOp.LIST, ListArgs(), Listed)
+        while page.more and page.sandboxes:
+            page = await self.request(LaunchOp.LIST, ListArgs(page.sandboxes[-1].sandbox), Listed)
+            found.sandboxes.extend(page.sandboxes)
+        return found
 
     async def _exchange(self, op: LaunchOp, args: Any, answer: type[T], timeout_s: float) -> T:
         message_id = self._next_id
