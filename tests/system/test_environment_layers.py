@@ -150,16 +150,25 @@ async def test_layers_and_environments_are_managed_by_the_command_line(
     assert (await run("env", "create", env, "--base", ENVIRONMENT, "--toolkit", f"{kit}:1")).strip() == env
     digest = json.loads(await run("env", "show", f"{kit}:1", "--json"))["layers"][0]
 
-    assert f"toolkit: {kit}:1" in await run("env", "show", env)
-    assert env in (await run("layer", "ls"))
-    assert env in json.loads(await run("layer", "show", digest[:12], "--json"))["environments"]
-    assert "local" in await run("layer", "stats", digest[:12])
-    assert f"- layer {digest[:12]}" in await run("env", "diff", env, ENVIRONMENT)
-    assert await run("env", "update", env) == ""
-    assert f"part of {env}" in await run("env", "rm", f"{kit}:1", code=125)
-    assert "part of" in await run("layer", "rm", digest[:12], code=125)
-    await run("layer", "collapse", env)
-    await run("env", "rm", env)
-    await run("env", "rm", f"{kit}:1")
+    shown = await asyncio.gather(
+        run("env", "show", env),
+        run("layer", "ls"),
+        run("layer", "show", digest[:12], "--json"),
+        run("layer", "stats", digest[:12]),
+        run("env", "diff", env, ENVIRONMENT),
+        run("env", "update", env),
+        run("env", "rm", f"{kit}:1", code=125),
+        run("layer", "rm", digest[:12], code=125),
+        run("layer", "collapse", env),
+    )
+    assert f"toolkit: {kit}:1" in shown[0]
+    assert env in shown[1]
+    assert env in json.loads(shown[2])["environments"]
+    assert "local" in shown[3]
+    assert f"- layer {digest[:12]}" in shown[4]
+    assert shown[5] == ""
+    assert f"part of {env}" in shown[6]
+    assert "part of" in shown[7]
+    await run("env", "rm", env, f"{kit}:1")
     with pytest.raises(NotFoundError):
         await client.layers.get(digest)

@@ -23,6 +23,7 @@ from dsec.core.errors import (
 )
 from dsec.core.spec import Environment
 from dsec.image.build import build, push
+from dsec.image.compose import compose
 from dsec.image.environments import EnvironmentStore, environment_info
 from dsec.image.published import ImageRecord, image_path, push_now
 from dsec.image.records import BuildRecord, EnvironmentRecord, ImageConfig
@@ -31,6 +32,7 @@ from dsec.storage.layers import LayerKind, LayerRecord
 from dsec.storage.store.places import DirectoryPlace
 from dsec.wire import codec
 from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo, PushRequest, StoreSource
+from dsec.wire.layers import ComposeRequest, Composition
 
 CONFIG = ImageConfig(env={"A": "b"}, user="1000", workdir="/srv", entrypoint=("/bin/x",), command=("y",))
 LOWER, UPPER = "1" * 64, "2" * 64
@@ -244,3 +246,37 @@ def test_drafts_of_the_dead_are_removed_and_of_the_living_are_not(place: Directo
 
     assert place.get("meta/ab/one") == b"content"
     assert [path.name for path in drafts.iterdir()] == ["another-machine-live"]
+
+
+def test_tags_and_environments_of_parts_are_pushed_as_what_they_are(
+    store: EnvironmentStore, place: DirectoryPlace, tmp_path: Path
+) -> None:
+    name(store, "kit:1.4", (UPPER,))
+    name(store, "under", (LOWER,))
+    made = compose(store, ComposeRequest(name="task", of=Composition(base="under", toolkits=("kit:1.4",))))
+    push_it(store, place, "kit:1.4")
+    push_it(store, place, f"task@{made.digest}")
+    other = EnvironmentStore(tmp_path / "other")
+
+    found = [
+        build_now(other, BuildRequest(name=to, source=StoreSource(url=place.url, environment=of)), lambda event: None)
+        for to, of in (("kit:1.4", "kit:1.4"), ("mine:x", "task"))
+    ]
+
+    assert [(info.name, info.layers) for info in found] == [("kit:1.4", (UPPER,)), ("mine:x", (LOWER, UPPER))]
+    assert found[1].digest == made.digest  # the same on every node
+    assert sorted(path.relative_to(place.root / "images") for path in (place.root / "images").rglob("*.json")) == [
+        Path("kit/1.4.json"), Path("task/latest.json"),
+    ]  # fmt: skip
+    request = BuildRequest(name="x", source=StoreSource(url=place.url, environment="kit"))
+    with pytest.raises(NotFoundError):
+        build_now(other, request, lambda event: None)
+
+
+def test_a_record_of_a_store_from_before_there_were_tags_is_read(
+    store: EnvironmentStore, place: DirectoryPlace, tmp_path: Path
+) -> None:
+    push_it(store, place)
+    (place.root / image_path("tools")).rename(place.root / "images" / "tools.json")
+
+    assert pull(tmp_path / "other", place).layers == (LOWER, UPPER)

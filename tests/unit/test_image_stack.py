@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tarfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dsec.core.errors import InvalidArgumentError, LimitError
+from dsec.core.errors import DsecError, InvalidArgumentError, LimitError
 from dsec.image import stack
 from dsec.image.environments import EnvironmentStore
 from dsec.image.scan import is_whiteout, kept_xattrs, walk
@@ -210,3 +211,56 @@ def test_where_nothing_can_be_united_an_image_is_one_layer(
     assert len(info.layers) == 1
     with opened(store, info.layers[0]) as top:
         assert paths(top) == ["other", "srv", "srv/data", "srv/data/x", "way"]
+
+
+def test_a_layer_cannot_forge_what_the_overlay_understands(store: EnvironmentStore, layout: Layout) -> None:
+    marks = {f"SCHILY.xattr.trusted.overlay.{name}": "y" for name in ("opaque", "redirect", "metacopy", "whiteout")}
+    forged = [
+        directory("srv/data", pax_headers=marks),
+        member("srv/more", b"1", pax_headers=marks),
+        member("srv/old", type=tarfile.CHRTYPE, devmajor=0, devminor=0),
+        member("null", type=tarfile.CHRTYPE, devmajor=1, devminor=3),
+    ]
+    layout.image([BASE, tar_of(forged)], name="a")
+
+    with united(store, build(store, layout, "a").layers) as top:
+        assert paths(top) == ["other", "srv", "srv/data", "srv/data/x", "srv/more", "srv/old", "way"]
+        assert read(top, "srv/old") == b"1"
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        member("../out"), member("way/../../out"), member("srv/.wh..."), member("srv/.wh.."), hardlink("l", "missing"),
+        hardlink("l", "way/../../etc/passwd"), hardlink("l", "srv"), member("other/file"), member("x" * 300),
+    ],
+)  # fmt: skip
+def test_a_higher_layer_that_makes_no_sense_is_refused_and_leaves_nothing(
+    store: EnvironmentStore, layout: Layout, member: tuple[tarfile.TarInfo, bytes]
+) -> None:
+    layout.image([BASE], name="base")
+    layout.image([BASE, tar_of([member])], name="a")
+    build(store, layout, "base")
+    before = store.layers.digests()
+
+    with pytest.raises(DsecError):
+        build(store, layout, "a")
+
+    assert (store.names(), store.layers.digests()) == (["base"], before)
+    assert list((store.state / "staging").iterdir()) == []
+
+
+def test_links_to_what_the_same_layer_hides_are_refused_and_to_what_it_has_are_not(
+    store: EnvironmentStore, layout: Layout
+) -> None:
+    layout.image([BASE, tar_of([member("srv/.wh.old"), hardlink("l", "srv/old")])], name="a")
+    layout.image(
+        [BASE, tar_of([member("srv/old", b"new"), member("srv/old", b"newer"), hardlink("l", "way/old")])], name="b"
+    )
+
+    with pytest.raises(InvalidArgumentError):
+        build(store, layout, "a")
+
+    with united(store, build(store, layout, "b").layers) as top:
+        assert read(top, "l") == read(top, "srv/old") == b"newer"
+        assert os.stat("l", dir_fd=top).st_nlink == 2

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from dsec.core.errors import CapacityError, DsecError, NotFoundError, StorageError
 from dsec.core.limits import BUILD_LOG_LINE_BYTES_MAX
@@ -18,6 +19,8 @@ from dsec.storage.trees import tree_size
 from dsec.wire.environments import BuildEvent
 
 Report = Callable[[BuildEvent], None]
+
+_USABLE: Final[dict[Path, erofs.Verdict]] = {}  # of state directories that this process has made images in
 
 
 def make_layer(layers: LayerStore, tree: Path, work: Path, report: Report) -> Lease:
@@ -58,7 +61,7 @@ def _convert(
     layers: LayerStore, tree: Path, layer: Path, found: TreeDigest, as_root: bool, report: Report
 ) -> LayerKind:
     """Fill `layer` with an image, or with the tree itself where an image would be of no use; says which and why."""
-    verdict = erofs.probe_erofs(layers)
+    verdict = _verdict(layers)
     if verdict.usable:
         require_free(layers.state, found.content_bytes)
         progress(report, "convert", f"making an image of {found.entries} entries, {format_size(found.content_bytes)}")
@@ -75,6 +78,16 @@ def _convert(
     log(report, f"kept as a plain directory: {verdict.reason}")
     tree.rename(layer / TREE_NAME)
     return LayerKind.DIRECTORY
+
+
+def _verdict(layers: LayerStore) -> erofs.Verdict:
+    """Found out once for the layers of one build: it takes as long as a small layer does."""
+    found = _USABLE.get(layers.state)
+    if found is None:
+        found = erofs.probe_erofs(layers)
+        if found.usable:
+            _USABLE[layers.state] = found
+    return found
 
 
 def progress(report: Report, stage: str, message: str) -> None:
