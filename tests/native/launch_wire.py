@@ -211,7 +211,7 @@ class Host:
         name = "sbx_testnode_" + f"{self.counter:016d}".translate(str.maketrans("0123456789", "abcdefghij"))
         values: dict[str, Any] = {
             "sandbox": name,
-            "id_base": 0x70000000 + 65_536 * self.counter,
+            "id_base": 0x70000000 + 65_537 * self.counter,
             "lowers": ["image"],
             "directory": str(self.directory / "state" / name),
             "socket": str(self.directory / "sockets" / f"{name}.sock"),

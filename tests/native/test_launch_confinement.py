@@ -97,6 +97,9 @@ def test_a_masked_directory_is_empty(inside: Callable[[str], str]) -> None:
         "umount /etc/hosts",
         "unshare -m umount /answers",
         "unshare -U -m umount /answers",
+        "umount /sys",
+        "umount -l /sys/firmware",
+        "mount -o remount,rw,bind /sys",
         "mkdir -p /tmp/see && mount --bind / /tmp/see && cat /tmp/see/answers/key",
     ],
 )
@@ -113,6 +116,14 @@ def test_kernel_settings_are_set_and_then_read_only(inside: Callable[[str], str]
     assert inside("cat /proc/sys/kernel/shmmni").startswith("64\n")
     assert "Read-only" in inside("echo 1 > /proc/sys/kernel/shmmni")
     assert "Read-only" in inside("mkdir /sys/kernel/x")
+
+
+def test_sysfs_shows_no_network_but_the_loopback_and_nothing_mounted_in_it(inside: Callable[[str], str]) -> None:
+    assert inside("ls /sys/class/net").split()[0] == "lo"
+    assert inside("ls -A /sys/fs/cgroup /sys/fs/bpf /sys/kernel/debug 2> /dev/null | grep -v :").split() in (
+        ["exit", "exit", "status:", "0"],
+        ["exit", "exit", "status:", "1"],
+    )
 
 
 def test_nothing_of_the_host_is_in_sight(inside: Callable[[str], str]) -> None:

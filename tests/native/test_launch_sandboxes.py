@@ -285,6 +285,25 @@ def test_after_kill_dash_nine_sandboxes_and_layers_go_on(host: Host, client: Lau
     assert_nothing_left(host)
 
 
+def test_sandboxes_share_one_sysfs_which_outlives_the_daemon(host: Host, client: LaunchClient) -> None:
+    first, second = host.plan(), host.plan(masks=["/sys/kernel"])
+    launched = [client.launch(plan) for plan in (first, second)]
+    device = "stat -c %d /sys; ls /sys/class/net; ls -A /sys/kernel | wc -l"
+    shown = [ask(plan, device).split()[:3] for plan in (first, second)]
+    host.kill()
+
+    later = host.start()
+    third = host.plan()
+    launched.append(later.launch(third))
+
+    assert shown[0][:2] == shown[1][:2]
+    assert (shown[0][1], int(shown[0][2]) > 0, shown[1][2]) == ("lo", True, "0")
+    assert [ask(plan, device).split()[:3] for plan in (first, third)] == [shown[0]] * 2
+    for plan, facts in zip((first, second, third), launched, strict=True):
+        later.destroy(destroy_args(plan, facts))
+    assert_nothing_left(host)
+
+
 def test_a_sandbox_without_cgroups_is_destroyed_by_its_name_alone(host: Host, client: LaunchClient) -> None:
     plan = host.plan(cgroup2=None, cgroup1={}, cgroup1_files={})
     launched = client.launch(plan)

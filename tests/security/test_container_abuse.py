@@ -17,6 +17,7 @@ from dsec.core.limits import MIB
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.process import AsyncProcess
 from dsec.sdk.sandbox import AsyncSandbox
+from dsec.security.idranges import FIRST_ID, STRIDE
 from dsec.testing.processes import all_processes
 from dsec.testing.waiting import eventually
 from tests.patience import with_a_limit
@@ -281,9 +282,10 @@ async def test_the_host_sees_ids_of_the_range_only(node: tuple[Place, AsyncClien
             status = Path(f"/proc/{pid}/status").read_text()
             ids = [int(word) for key in ("Uid:", "Gid:") for word in status.partition(key)[2].split()[:4]]
             assert all(id in _IDS for id in ids)
-            assert len({id // 65_536 for id in ids}) == 1
-            bases.add(ids[0] // 65_536)
-            assert {id % 65_536 for id in ids} in ({0}, {1000})
+            ranges, inner = zip(*(divmod(id - FIRST_ID, STRIDE) for id in ids), strict=True)
+            assert len(set(ranges)) == 1
+            bases.add(ranges[0])
+            assert set(inner) in ({0}, {1000})
         assert len(bases) == 2
         # On disk they are unshifted, in directories that nobody else may enter.
         found = next(iter((place.state / "sandboxes" / one.id).rglob("mine")))

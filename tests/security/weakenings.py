@@ -73,8 +73,8 @@ WEAKENINGS: Final = {
     "filters and capabilities": Weakening(
         "the filters and the cut of capabilities, either of which is enough",
         """
-        mount_tmpfs mount_proc mount_sysfs mount_devpts mount_mqueue mount_ramfs mount_bind remount_proc_sys_writable
-        unmount_sys_firmware unmount_proc_sys mount_api_fsopen mount_api_fspick chroot
+        mount_tmpfs mount_proc mount_devpts mount_mqueue mount_ramfs mount_bind remount_proc_sys_writable
+        unmount_proc_sys mount_api_fsopen mount_api_fspick chroot
         unshare_mount unshare_cgroup unshare_uts unshare_ipc unshare_pid unshare_network
         clone_mount clone_cgroup clone_uts clone_ipc clone_pid clone_network
         setns_mnt setns_uts setns_net setns_pid change_host_name change_domain_name socket_packet uncover_*

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from dsec.core.errors import CapacityError, HostError
 from dsec.security import idranges
-from dsec.security.idranges import FIRST_ID, IDS_PER_RANGE, IdRanges
+from dsec.security.idranges import FIRST_ID, IDS_PER_RANGE, SLOTS, STRIDE, IdRanges
 from dsec.testing.faults import Faults
 
 
@@ -24,10 +26,20 @@ def ranges(tmp_path: Path) -> Iterator[IdRanges]:
 
 
 def test_each_lease_is_a_range_of_its_own(ranges: IdRanges) -> None:
-    bases = [ranges.take("") for _ in range(100)]
+    bases = sorted(ranges.take("") for _ in range(100))
 
-    assert len(set(bases)) == 100
-    assert all(base >= FIRST_ID and (base - FIRST_ID) % IDS_PER_RANGE == 0 for base in bases)
+    assert bases[0] >= FIRST_ID
+    assert all(low + IDS_PER_RANGE <= high for low, high in pairwise(bases))
+    assert FIRST_ID + SLOTS * STRIDE <= 0x8000_0000
+
+
+def test_the_kernel_finds_the_user_of_a_sandbox_among_few(ranges: IdRanges) -> None:
+    """By the low seven bits of id + id / 128: with all in one chain each setuid(2) is as slow as there are many."""
+    bases = [ranges.take("") for _ in range(512)]
+
+    for inner in (0, IDS_PER_RANGE - 1):
+        chains = Counter((base + inner + ((base + inner) >> 7)) & 127 for base in bases)
+        assert max(chains.values()) <= 2 * len(bases) // 128
 
 
 def test_another_process_does_not_get_a_held_range(ranges: IdRanges, tmp_path: Path) -> None:
@@ -97,14 +109,30 @@ def test_when_all_are_held_the_error_says_so_and_giving_back_helps(
     assert ranges.take("") == first
 
 
+def test_a_range_of_before_is_adopted_and_overlaps_no_other(ranges: IdRanges, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idranges, "SLOTS", 8)
+    old = [FIRST_ID + slot * IDS_PER_RANGE for slot in (3, 4)]  # as they were when all began at multiples
+    for base in old:
+        ranges.retake(base)
+    ranges.give_back(old[0])
+
+    taken = [ranges.take("") for _ in range(5)]
+
+    assert all(abs(base - held) >= IDS_PER_RANGE for base in taken for held in old)
+    with pytest.raises(CapacityError):
+        ranges.take("")
+    with pytest.raises(HostError):
+        ranges.retake(FIRST_ID - 1)
+
+
 def test_ranges_that_subuid_gives_to_a_user_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idranges, "SLOTS", 4)
     subuid = tmp_path / "subuid"
-    subuid.write_text(f"someone:{FIRST_ID + IDS_PER_RANGE - 1}:2\nbroken line\nother:x:y\n")
+    subuid.write_text(f"someone:{FIRST_ID + STRIDE - 1}:2\nbroken line\nother:x:y\n")
     ranges = IdRanges(tmp_path / "ids", subid_files=(subuid, tmp_path / "absent"))
     ranges.open()
 
-    assert {ranges.take(""), ranges.take("")} == {FIRST_ID + 2 * IDS_PER_RANGE, FIRST_ID + 3 * IDS_PER_RANGE}
+    assert {ranges.take(""), ranges.take("")} == {FIRST_ID + 2 * STRIDE, FIRST_ID + 3 * STRIDE}
     ranges.close()
 
 

@@ -22,6 +22,7 @@ use crate::layers::Layers;
 use crate::records::Record;
 use crate::sandboxes::Sandboxes;
 use crate::steps::check::{check_name, check_path};
+use crate::sysfs::Sysfs;
 use crate::system::Kernel;
 use crate::trash;
 use crate::view::Views;
@@ -45,6 +46,7 @@ pub struct Setting<'a> {
     pub agent: Agent,
     pub layers: Layers<'a>,
     pub views: Views<'a>,
+    pub sysfs: Sysfs<'a>,
     pub sandboxes: Sandboxes,
     pub host_mounts: OwnedFd,
     pub bare_mounts: OwnedFd,

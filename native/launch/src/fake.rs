@@ -144,6 +144,7 @@ impl Parts {
             agent: &self.file,
             lowers: vec!["/layers/.skeleton/x".into(), "/layers/base".into()],
             filter_agent: Some(&self.filter),
+            sysfs: "/layers/.sysfs/trees/1".into(),
             view: Shown {
                 sources: vec![Source {
                     path: "/layers/.views/meminfo".into(),

@@ -19,6 +19,7 @@ mod records;
 mod remove;
 mod sandboxes;
 mod steps;
+mod sysfs;
 mod system;
 mod trash;
 mod undo;
@@ -42,6 +43,7 @@ use crate::layers::Layers;
 use crate::records::Records;
 use crate::sandboxes::Sandboxes;
 use crate::steps::root;
+use crate::sysfs::Sysfs;
 use crate::system::{c_path, Kernel};
 use crate::view::Views;
 
@@ -100,6 +102,7 @@ fn run(args: Args) -> Result<i32> {
     let layers_by_name = args.layers_by_name || !root::takes_detached_layers(&system);
     let layers = Layers::open(&system, &run)?;
     let views = Views::open(&system, layers.directory(), &run, args.lxcfs)?;
+    let sysfs = Sysfs::open(&system, layers.directory())?;
     let (sandboxes, missed) = Sandboxes::adopt(Records::open(layers.directory())?)?;
 
     // 4. Serve.
@@ -119,6 +122,7 @@ fn run(args: Args) -> Result<i32> {
         agent,
         layers,
         views,
+        sysfs,
         sandboxes,
         host_mounts,
         bare_mounts,

@@ -148,14 +148,7 @@ fn build_bare(system: &Kernel) -> io::Result<()> {
     mounts::set_propagation(c"/", Propagation::Private)?;
     let tree = system.make_mount(c"tmpfs", &[MountOption::Text(c"mode", "0755".into())], 0)?;
     let directory = || Entry::Directory { mode: 0o755 };
-    for name in [
-        c"proc",
-        c"sys",
-        c"root",
-        c"scratch",
-        c"empty",
-        c"empty/directory",
-    ] {
+    for name in [c"proc", c"root", c"scratch", c"empty", c"empty/directory"] {
         system.put(tree.as_fd(), name, directory())?;
     }
     system.put(
@@ -172,8 +165,6 @@ fn build_bare(system: &Kernel) -> io::Result<()> {
     // A sandbox may mount its own only while a whole and writable one is in sight.
     let proc = system.make_mount(c"proc", &[], 0)?;
     system.attach_at(proc.as_fd(), c"proc")?;
-    let sysfs = system.make_mount(c"sysfs", &[], 0)?;
-    system.attach_at(sysfs.as_fd(), c"sys")?;
     mounts::pivot_here()?;
     debug_assert!(Path::new("/root").exists() && root::ROOT == c"/root");
     // What is bound from here, the masks, takes this over.
@@ -186,14 +177,14 @@ fn seqpacket_read(go: OwnedFd) -> io::Result<()> {
 }
 
 /// A forked process that does one thing when told and says by its exit code whether that went well.
-struct Helper {
+pub struct Helper {
     pid: i32,
     process: OwnedFd,
     go: OwnedFd,
 }
 
 impl Helper {
-    fn start(work: impl FnOnce(OwnedFd) -> io::Result<()>) -> Result<Helper> {
+    pub fn start(work: impl FnOnce(OwnedFd) -> io::Result<()>) -> Result<Helper> {
         let (go_read, go_write) = seqpacket::pipe().doing("make", "a pipe")?;
         match namespaces::clone(&Clone::default()).doing("clone", "a helper")? {
             Side::Child => {
@@ -210,7 +201,7 @@ impl Helper {
         }
     }
 
-    fn go_and_wait(self) -> io::Result<()> {
+    pub fn go_and_wait(self) -> io::Result<()> {
         // A helper that has failed no longer reads; its exit code says why.
         let _ = paths::write_once(self.go.as_fd(), b"g");
         seqpacket::wait_ready(

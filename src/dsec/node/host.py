@@ -23,10 +23,12 @@ def memory_total_bytes() -> int:
 def memory_available_bytes() -> int:
     """What could be used without pushing anything out (MemAvailable, proc_meminfo(5)). Raises HostError."""
     try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        # Asked at every create: the few first lines, which have it, and no more.
+        with open("/proc/meminfo", "rb", buffering=0) as file:
+            text = file.read(1_024) or b""
     except OSError as error:
         raise HostError("the machine's free memory cannot be read", hint="is /proc mounted?") from error
-    for line in text.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+    _, found, rest = text.partition(b"MemAvailable:")
+    if found:
+        return int(rest.split(maxsplit=1)[0]) * 1024
     raise HostError("/proc/meminfo does not say how much memory is available")

@@ -2,13 +2,12 @@
 
 Two node daemons on one host share the directory, so they never share a range. A slot is a lock on one byte of one file
 (`fcntl(F_OFD_SETLK)`: a descriptor for all slots), which the kernel drops with the process. Sandboxes outlive their
-node, so a marker file `<slot>` names the holder's cgroup as well: while that directory exists, nobody but the node that
-adopts the sandbox takes the slot again.
+node, so the file names the holder's cgroup as well, at a place of its own for each slot: while that directory exists,
+nobody but the node that adopts the sandbox takes the slot again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -21,8 +20,13 @@ from dsec.core.faults import fault_point
 
 IDS_PER_RANGE = 65_536
 FIRST_ID = 0x7000_0000
-SLOTS = 4_096
+# One id between two ranges stays unused: the kernel finds the record of a user by the low bits of (id + id / 128), and
+# multiples of 65,536 have the same, so that each setuid(2) would go through the users of all sandboxes.
+STRIDE = IDS_PER_RANGE + 1
+SLOTS = 4_095
 
+# What names a holder: a path and zeros. Written to a file that is open: making one takes longer than all else here.
+_RECORD_BYTES = 1_024
 # struct flock of fcntl(2) on x86-64: type, whence, start, length, pid
 _FLOCK = struct.Struct("hhqqi4x")
 _F_OFD_SETLK = 37
@@ -69,28 +73,28 @@ class IdRanges:
                     self._held.add(slot)
                     # Onwards rather than back to the lowest: a range that was just given up rests longest.
                     self._next = (slot + 1) % SLOTS
-                    return FIRST_ID + slot * IDS_PER_RANGE
+                    return FIRST_ID + slot * STRIDE
         raise CapacityError(f"all {SLOTS} id ranges of this host are held", retry_after_s=5.0)
 
     def retake(self, base: int) -> None:
         """Lease the range of an adopted sandbox. Raises HostError when another process holds it."""
-        slot = _slot_of(base)
         with self._lock:
-            if slot in self._held:
-                return
-            if not self._try_lock(slot):
-                raise HostError(f"the id range at {base:#x} is held by another node daemon on this host")
-            self._held.add(slot)
+            for slot in _slots_of(base):
+                if slot in self._held:
+                    continue
+                if not self._try_lock(slot):
+                    raise HostError(f"the id range at {base:#x} is held by another node daemon on this host")
+                self._held.add(slot)
 
     def give_back(self, base: int) -> None:
         """Idempotent. Only once nothing on the host runs or mounts with these ids."""
-        slot = _slot_of(base)
+        slot, *more = _slots_of(base)
+        if more:
+            return  # its neighbours of before may lie in them too: free again with this process
         with self._lock:
             if slot in self._held:
                 self._held.discard(slot)
-                # A marker that stays names a cgroup that is gone, and keeps nobody from the slot.
-                with contextlib.suppress(OSError):
-                    (self._directory / str(slot)).unlink(missing_ok=True)
+                # The record stays: it names a cgroup that is gone, and keeps nobody from the slot.
                 self._set_lock(slot, fcntl.F_UNLCK)
 
     @property
@@ -100,7 +104,10 @@ class IdRanges:
     def _mark(self, slot: int, holder: str) -> None:
         try:
             fault_point("idranges.mark")
-            (self._directory / str(slot)).write_text(holder)
+            record = os.fsencode(holder)
+            if len(record) > _RECORD_BYTES:
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), holder)
+            os.pwrite(self._file(), record.ljust(_RECORD_BYTES, b"\0"), slot * _RECORD_BYTES)
         except OSError as error:
             self._set_lock(slot, fcntl.F_UNLCK)
             raise HostError(
@@ -118,10 +125,10 @@ class IdRanges:
     def _orphaned(self, slot: int) -> bool:
         """Its node is gone, and its sandbox is not."""
         try:
-            holder = (self._directory / str(slot)).read_text()
-        except FileNotFoundError:
-            return False
-        return bool(holder) and Path(holder).exists()
+            holder = os.pread(self._file(), _RECORD_BYTES, slot * _RECORD_BYTES).rstrip(b"\0")
+        except OSError as error:
+            raise HostError(f"the id ranges in {self._directory} cannot be read: {error}") from error
+        return bool(holder) and os.path.lexists(holder)
 
     def _try_lock(self, slot: int) -> bool:
         try:
@@ -133,20 +140,24 @@ class IdRanges:
         return True
 
     def _set_lock(self, slot: int, kind: int) -> None:
+        fcntl.fcntl(self._file(), _F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, slot, 1, 0))
+
+    def _file(self) -> int:
         if self._fd is None:
             raise HostError("the id ranges are not open")
-        fcntl.fcntl(self._fd, _F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, slot, 1, 0))
+        return self._fd
 
 
-def _slot_of(base: int) -> int:
-    slot, rest = divmod(base - FIRST_ID, IDS_PER_RANGE)
-    if rest or not 0 <= slot < SLOTS:
-        raise HostError(f"{base:#x} is not the beginning of an id range")
-    return slot
+def _slots_of(base: int) -> range:
+    """One. A sandbox of a version whose ranges began at multiples of 65,536 lies in two."""
+    low, high = ((id - FIRST_ID) // STRIDE for id in (base, base + IDS_PER_RANGE - 1))
+    if not 0 <= low <= high < SLOTS:
+        raise HostError(f"no id range begins at {base:#x}")
+    return range(low, high + 1)
 
 
 def _reserved_slots(files: tuple[Path, ...]) -> set[int]:
-    """Slots that overlap a range which /etc/subuid or /etc/subgid gives to somebody."""
+    """Slots that overlap a range which /etc/subuid or /etc/subgid gives to somebody, the id after each included."""
     reserved: set[int] = set()
     for path in files:
         try:
@@ -157,8 +168,8 @@ def _reserved_slots(files: tuple[Path, ...]) -> set[int]:
             fields = line.split(":")
             if len(fields) == 3 and fields[1].isdigit() and fields[2].isdigit():
                 first, count = int(fields[1]), int(fields[2])
-                low = max(0, (first - FIRST_ID) // IDS_PER_RANGE)
-                high = min(SLOTS - 1, (first + count - 1 - FIRST_ID) // IDS_PER_RANGE)
+                low = max(0, (first - FIRST_ID) // STRIDE)
+                high = min(SLOTS - 1, (first + count - 1 - FIRST_ID) // STRIDE)
                 if count > 0:
                     reserved.update(range(low, high + 1))
     return reserved

@@ -101,6 +101,7 @@ impl Daemon<'_> {
                 .unwrap_or_default(),
         )?;
         let fail_step = self.fail_step();
+        let sysfs = self.setting.sysfs.tree(&plan.masks)?;
         let view = self.setting.views.show(plan.view.as_ref())?;
         let view_server = view.server;
         let setting = &self.setting;
@@ -117,6 +118,7 @@ impl Daemon<'_> {
                     agent: &setting.agent.file,
                     lowers,
                     filter_agent,
+                    sysfs,
                     view,
                     config,
                     fail_step,

@@ -13,6 +13,7 @@ use crate::error::{Doing, Error, Result};
 use crate::steps::check::IDS_PER_SANDBOX;
 use crate::steps::view::{self, Cover};
 use crate::steps::{root, Clock, Job, Step};
+use crate::sysfs::is_below;
 use crate::system::{c_text, Access, MountOption, System};
 
 /// The agent runs under this id, so that root inside has no more rights over it than over a stranger (ruling 9).
@@ -124,7 +125,7 @@ fn wait_for_go(system: &dyn System, inside: &Inside) -> Result<()> {
 }
 
 /// Mounts what only a process in the new namespaces can, on a copy of the tree that is not locked itself and thus may become
-/// the root. The bare namespace's own proc and sysfs are still in sight, without which the kernel refuses new ones.
+/// the root. The bare namespace's own proc is still in sight, without which the kernel refuses a new one.
 fn kernel_mounts(system: &dyn System) -> Result<OwnedFd> {
     let tree = system.clone_tree(root::ROOT).doing("copy", "the tree")?;
     system
@@ -153,7 +154,6 @@ fn kernel_mounts(system: &dyn System) -> Result<OwnedFd> {
         MountOption::Text(c"max", TERMINALS_MAX.to_string()),
     ];
     mount(c"proc", &[], KERNEL_MOUNT, c"/proc")?;
-    mount(c"sysfs", &[], KERNEL_MOUNT | attr::READ_ONLY, c"/sys")?;
     mount(
         c"devpts",
         &terminals,
@@ -175,13 +175,14 @@ fn sysctls(system: &dyn System, job: &Job) -> Result<()> {
     })
 }
 
-/// Hides and protects parts of the new proc and sysfs. Their paths are the kernel's own: nothing an image can plant.
+/// Hides and protects parts of the new proc; those of sysfs are hidden by `Sysfs`. Their paths are the kernel's own: nothing an image can plant.
 fn masks(system: &dyn System, job: &Job) -> Result<()> {
     for path in &job.plan.readonly_proc {
         let below = c_text(&path[1..]).doing("name", path)?;
         missing_is_fine(protect(system, &below)).doing("make read-only", path)?;
     }
-    for path in &job.plan.masks {
+    let own = job.plan.masks.iter().filter(|path| !is_below(path));
+    for path in own {
         missing_is_fine(hide(system, &path[1..])).doing("mask", path)?;
     }
     Ok(())
@@ -410,7 +411,6 @@ mod tests {
             "unshare 0x20000",
             "clone_tree",
             "make_mount \"proc\" 0xe",
-            "make_mount \"sysfs\" 0xf",
             "write_file proc/sys/kernel/shmmni 1",
             "clone_mount \"proc/sys\"",
             "bind \"/empty/directory\" \"proc/kcore\"",

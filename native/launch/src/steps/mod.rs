@@ -99,6 +99,8 @@ pub struct Job<'a> {
     /// Mount points of the layers, the lowest first, the skeleton before all.
     pub lowers: Vec<PathBuf>,
     pub filter_agent: Option<&'a [Instruction]>,
+    /// Where the sysfs of all sandboxes is mounted, with this plan's masks.
+    pub sysfs: PathBuf,
     /// What is bound over the kernel's files that tell of the machine.
     pub view: Shown,
     /// The agent's configuration, encoded.

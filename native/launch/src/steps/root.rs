@@ -31,6 +31,7 @@ pub struct Parts {
     lowers: Vec<OwnedFd>,
     /// The directory with `upper` and `work`.
     holder: OwnedFd,
+    sysfs: OwnedFd,
 }
 
 /// Takes the copies while the launch is still where layers and host are visible.
@@ -46,20 +47,28 @@ pub fn collect(system: &dyn System, job: &Job, holder: &Path) -> Result<Parts> {
         .iter()
         .map(|path| copy(path))
         .collect::<Result<_>>()?;
+    let sysfs = c_path(&job.sysfs).doing_to("name", &job.sysfs)?;
     Ok(Parts {
         lowers,
         holder: copy(holder)?,
+        sysfs: system
+            .clone_tree(&sysfs)
+            .doing_to("copy the mounts of", &job.sysfs)?,
     })
 }
 
-/// Mounts the overlay. Layers and upper are mapped to the ids of `users`, so that on disk all ids stay as in the image.
+/// Mounts the overlay, and sysfs in it. Layers and upper are mapped to the ids of `users`, so that on disk all ids stay as in the image.
 pub fn overlay(
     system: &dyn System,
     parts: Parts,
     users: &OwnedFd,
     by_name: bool,
 ) -> Result<OwnedFd> {
-    let Parts { lowers, holder } = parts;
+    let Parts {
+        lowers,
+        holder,
+        sysfs,
+    } = parts;
     for lower in &lowers {
         system
             .map_ids(lower.as_fd(), users.as_fd())
@@ -97,6 +106,7 @@ pub fn overlay(
     system
         .attach_at(root.as_fd(), ROOT)
         .doing("mount", "the overlay")?;
+    attach_inside(system, &root, &sysfs, Path::new("/sys"))?;
     Ok(root)
 }
 

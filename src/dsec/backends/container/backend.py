@@ -45,7 +45,7 @@ from dsec.core.ids import NodeId, SandboxId, new_node_id, new_sandbox_id
 from dsec.core.spec import Environment, NetworkMode, SandboxSpec, Substrate
 from dsec.core.states import EndCause
 from dsec.density.cgroups import CgroupHost, detect, memory_for_all, prepare_parent, remove_parent
-from dsec.security import syscalls
+from dsec.security import masks, syscalls
 from dsec.security.idranges import IdRanges
 from dsec.wire.launch import (
     LAUNCH_VERSION,
@@ -433,7 +433,8 @@ class ContainerBackend:
             start_s=config.launcher_start_s,
             lxcfs=self._view.lxcfs,
         )
-        return HostFacts(self._host, parent, resource.getrlimit(resource.RLIMIT_NOFILE)[1], self._view.kind)
+        open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        return HostFacts(self._host, parent, open_files, self._view.kind, masks.needed())
 
 
 async def _no_intent(record: bytes) -> None:

@@ -50,6 +50,7 @@ class HostFacts:
     cgroup_parent: str  # of this node, below each hierarchy's root
     open_files_hard: int  # RLIMIT_NOFILE: without CAP_SYS_RESOURCE nothing above it can be given
     view: str = STATIC  # live | static | host
+    masks: tuple[str, ...] = masks.HIDDEN
 
 
 def holder_directory(facts: HostFacts, sandbox: str) -> str:
@@ -87,7 +88,7 @@ def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFact
         socket=str(socket_path(config, instance.id)),
         hostname=hostname,
         etc_files=_etc_files(hostname),
-        masks=list(masks.HIDDEN),
+        masks=list(facts.masks),
         readonly_proc=list(masks.READONLY),
         # As everywhere half of the memory at most: a full /dev/shm is an error of whoever fills it, and not the end of
         # the sandbox, whose agent is all that is left to kill when memory is held by files.
