@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import shutil
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from dsec.image.imported import Importer
 from dsec.image.registry.accounts import Accounts
 from dsec.image.registry.client import DEFAULT_SETTINGS, Registry, RegistrySettings
 from dsec.image.registry.push import upload
+from dsec.image.stack import CannotStackError
 from dsec.image.worker import build_now
 from dsec.wire.environments import (
     BuildEvent,
@@ -156,6 +158,53 @@ def test_a_tag_that_has_moved_is_other_content_and_a_digest_is_not(place: Place,
         place.build("moved", RegistrySource(image))
     assert place.build("moved", RegistrySource(image), replace=True).digest != first.digest
     assert place.build("pinned", RegistrySource(f"{host}/pull/moved@{pinned}")).digest == first.digest
+
+
+def test_layers_that_are_here_are_not_fetched_even_when_their_blobs_are_gone(place: Place, tmp_path: Path) -> None:
+    base, above, more = gzip.compress(BASE), gzip.compress(ABOVE), gzip.compress(tar_of([member("more", b"m")]))
+    with Front() as front:
+        front.put_image("one", [base, above])
+        front.put_image("two", [base, above, more])
+        place.build("one", RegistrySource(f"{front.host}/one:1"))
+        for blob in (place.store.state / "oci/blobs/sha256").iterdir():
+            blob.unlink()
+        before = len(front.requests)
+
+        two = place.build("two", RegistrySource(f"{front.host}/two:1"))
+
+        asked = {path.rpartition(":")[2] for _, path, _ in front.requests[before:] if "/blobs/" in path}
+        assert hashlib.sha256(more).hexdigest() in asked
+        assert len(asked) == 2  # and the configuration
+        again = place.build("two", RegistrySource(f"{front.host}/two:1"), refresh=True)
+        assert (again.digest, len(two.layers)) == (two.digest, 3)
+
+
+def test_on_a_host_that_cannot_stack_all_layers_are_fetched_for_one(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*_: object) -> None:
+        raise CannotStackError("not here")
+
+    with Front() as front:
+        front.put_image("one", [gzip.compress(BASE)])
+        front.put_image("two", [gzip.compress(BASE), gzip.compress(ABOVE)])
+        place.build("one", RegistrySource(f"{front.host}/one:1"))
+        shutil.rmtree(place.store.state / "oci")
+        monkeypatch.setattr("dsec.image.worker.unpack_stack", cannot)
+
+        two = place.build("two", RegistrySource(f"{front.host}/two:1"))
+
+    assert len(two.layers) == 1
+
+
+def test_the_same_image_is_built_once_wherever_it_comes_from(place: Place, host: str, tmp_path: Path) -> None:
+    layout = layout_of(tmp_path / "l", gzipped(BASE))
+    image = put(layout, host, "pull/same:1")
+    one = place.build("one", RegistrySource(image))
+    copied = tmp_path / "copied"
+    skopeo("copy", "--insecure-policy", "--src-tls-verify=false", f"docker://{image}", f"oci:{copied}:one")
+
+    assert place.build("one", OciSource(str(copied))) == one
 
 
 def test_the_account_of_docker_is_used_and_is_nowhere_else(tmp_path: Path) -> None:

@@ -74,8 +74,7 @@ def unpack_stack(unpacking: Unpacking, archives: Sequence[LayerArchive]) -> Leas
     with ExitStack() as held:
         for number, archive in enumerate(archives, 1):
             progress(unpacking.report, "stage", f"layer {number} of {len(archives)}, {archive.digest[:19]}")
-            words = f"oci-layer {RECIPE_VERSION} {unpacking.owner} {archive.digest} over {key}"
-            key = hashlib.sha256(words.encode()).hexdigest()
+            key = _layer_key(unpacking.owner, archive.digest, key)
             with layers.single_flight(key):
                 lease = None if unpacking.refresh else _known(unpacking.store, key)
                 if lease is None:
@@ -83,6 +82,29 @@ def unpack_stack(unpacking: Unpacking, archives: Sequence[LayerArchive]) -> Leas
             held.enter_context(lease)
             below = stack_layers([below, lease.digests])
         return layers.lease(below)
+
+
+def known_stack(store: EnvironmentStore, owner: Ownership, digests: Sequence[str]) -> tuple[int, Lease]:
+    """How many of an image's layers are here from the lowest on, without need of their archives; these are held."""
+    found: list[str] = []
+    key, count = "", 0
+    for digest in digests:
+        key = _layer_key(owner, digest, key)
+        lease = _known(store, key)
+        if lease is None:
+            break
+        with lease:
+            found += lease.digests
+        count += 1
+    try:
+        return count, store.layers.lease(found)
+    except NotFoundError:
+        return 0, store.layers.lease(())
+
+
+def _layer_key(owner: Ownership, digest: str, below: str) -> str:
+    """Names what an archive makes above others; `below` is the key of the next lower one."""
+    return hashlib.sha256(f"oci-layer {RECIPE_VERSION} {owner} {digest} over {below}".encode()).hexdigest()
 
 
 def _known(store: EnvironmentStore, key: str) -> Lease | None:

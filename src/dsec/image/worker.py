@@ -194,14 +194,32 @@ def _layers(
     source = request.source
     assert not isinstance(source, StoreSource)
     if isinstance(source, ImageSource):
-        source = importer.to_layout(source, work, report)
-    if isinstance(source, OciSource):
-        try:
-            with oci.opened(source) as (config, archives):
-                unpacking = Unpacking(store, source.owner, work, report, refresh=request.refresh)
-                return config, unpack_stack(unpacking, archives)
-        except CannotStackError as error:
-            log(report, f"all layers become one: {error.message}")
+        with importer.layout(source, store, work, report, whole=request.refresh) as layout:
+            if (stacked := _stacked(store, request, layout, work, report)) is not None:
+                return stacked
+        with importer.layout(source, store, work, report, whole=True) as layout:
+            return _as_one(store, layout, work, report, proxies)
+    if isinstance(source, OciSource) and (stacked := _stacked(store, request, source, work, report)) is not None:
+        return stacked
+    return _as_one(store, source, work, report, proxies)
+
+
+def _stacked(
+    store: EnvironmentStore, request: BuildRequest, source: OciSource, work: Path, report: Report
+) -> tuple[ImageConfig, Lease] | None:
+    """None where this host cannot unpack a layer over others."""
+    try:
+        with oci.opened(source) as (config, archives):
+            unpacking = Unpacking(store, source.owner, work, report, refresh=request.refresh)
+            return config, unpack_stack(unpacking, archives)
+    except CannotStackError as error:
+        log(report, f"all layers become one: {error.message}")
+        return None
+
+
+def _as_one(
+    store: EnvironmentStore, source: TreeSource, work: Path, report: Report, proxies: Mapping[str, str]
+) -> tuple[ImageConfig, Lease]:
     tree = work / "tree"
     config = _stage(source, tree, work, report, proxies)
     return config, make_layer(store.layers, tree, work, report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,17 +48,31 @@ def resolve(registry: Registry) -> Found:
     raise LimitError(f"indexes of the image lie more than {_NESTING_MAX} deep in each other")
 
 
-def fetch_layout(registry: Registry, found: Found, cache: BlobCache, layout: Path, tell: Tell = lambda _: None) -> None:
-    """Make the directory `layout` an image layout with that one image. What broke off goes on where it did."""
+def fetch_layout(
+    registry: Registry,
+    found: Found,
+    cache: BlobCache,
+    layout: Path,
+    tell: Tell = lambda _: None,
+    *,
+    without: Collection[str] = (),
+) -> None:
+    """Make the directory `layout` an image layout with that one image. What broke off goes on where it did.
+
+    Blobs in `without` are left out. Again: what is still missing is fetched.
+    """
     for algorithm in ("sha256", "sha512"):
-        (layout / "blobs" / algorithm).mkdir(parents=True)
-    progress = _Progress(found.image.blobs(), tell)
+        (layout / "blobs" / algorithm).mkdir(parents=True, exist_ok=True)
+    blobs = [
+        blob for blob in found.image.blobs() if blob.digest not in without and not _place(layout, blob.digest).exists()
+    ]
+    progress = _Progress(blobs, tell)
 
     def fetch(blob: Descriptor) -> None:
         cache.fetch(registry, blob.digest, blob.size, _place(layout, blob.digest), progress.of(blob.digest))
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="pull") as pool:
-        futures = [pool.submit(fetch, blob) for blob in found.image.blobs()]
+        futures = [pool.submit(fetch, blob) for blob in blobs]
         try:
             for future in futures:
                 future.result()
@@ -94,7 +108,7 @@ class _StoppedError(Exception):
 class _Progress:
     """Tells now and then how much of all blobs is here. Once `stopped`, the next that comes ends its download."""
 
-    def __init__(self, blobs: tuple[Descriptor, ...], tell: Tell) -> None:
+    def __init__(self, blobs: Sequence[Descriptor], tell: Tell) -> None:
         self._total = sum(blob.size for blob in blobs)
         self._have: dict[str, int] = {}
         self._tell = tell

@@ -21,7 +21,7 @@ from dsec.image.records import ImageConfig, check_config
 from dsec.image.stage import Stage
 from dsec.storage.syscalls import RESOLVE_BENEATH, openat2
 from dsec.wire import codec
-from dsec.wire.environments import OciSource
+from dsec.wire.environments import OciSource, Ownership
 
 _DIGEST: Final = re.compile(r"(sha256|sha512):([0-9a-f]{64}|[0-9a-f]{128})\Z")
 _REFERENCE: Final = "org.opencontainers.image.ref.name"
@@ -80,8 +80,12 @@ class OciImage:
 def build_key(source: OciSource) -> str:
     """Names the image's manifest, which names all its content."""
     with _layout(source.path) as layout:
-        digest = choose(layout, source.reference).digest
-    return hashlib.sha256(f"oci-layers {RECIPE_VERSION} {source.owner} {digest}".encode()).hexdigest()
+        return key_of(source.owner, choose(layout, source.reference).digest)
+
+
+def key_of(owner: Ownership, manifest: str) -> str:
+    """The same for an image wherever it comes from; `manifest` is the digest of its manifest."""
+    return hashlib.sha256(f"oci-layers {RECIPE_VERSION} {owner} {manifest}".encode()).hexdigest()
 
 
 @contextmanager
