@@ -69,7 +69,7 @@ VOLUMES_PER_SANDBOX_MAX: Final = 16  # each is a mount of its namespace, copied 
 LOWERS_MAX: Final = 64  # layers below one overlay; each is a descriptor in the launcher and a look-up in the kernel
 
 # Node
-SANDBOXES_PER_NODE_MAX: Final = 4_000  # id ranges of one host: 4,096 slots, a margin kept
+SANDBOXES_PER_NODE_MAX: Final = 4_000  # id ranges of one host: 4,095 slots, a margin kept
 WARM_SPARES_MAX: Final = 96  # the margin of id ranges beside the sandboxes
 WARM_SHAPES_MAX: Final = 64  # that the node keeps count of; the one that was asked for longest ago goes first
 TOMBSTONE_TTL_S: Final = 86_400.0  # a day; how long the end of a sandbox can be asked for
