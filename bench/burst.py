@@ -191,6 +191,7 @@ class Bench:
             "first_s": round(min(ends) - began, 3),
             "median_s": round(statistics.median(ends) - began, 3),
             "last_fetch_s": round(fetches.last - began, 3) if fetches.last else 0.0,
+            "line_busy_s": round(fetches.bytes / self.options.bytes_per_second, 3),
             "fetched_bytes": fetches.bytes,
             "requests": fetches.requests,
             "disk_bytes": service.cache_bytes(),
@@ -304,5 +305,7 @@ def _ratios(result: dict[str, Any], fronts: list[str]) -> dict[str, float]:
         for name in (PLAIN, TRACED):
             one = runs[f"{name} ({front})"]
             found[f"{name} ({front}): times faster than {PULL}"] = round(pull["seconds"] / one["seconds"], 2)
+            here = runs[f"{HERE} ({front})"]["seconds"]
+            found[f"{name} ({front}): seconds more than {HERE}"] = round(one["seconds"] - here, 3)
             found[f"{name} ({front}): share of the bytes"] = round(one["fetched_bytes"] / stored, 3)
     return found

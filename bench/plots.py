@@ -36,7 +36,9 @@ def draw_burst(path: Path, result: Mapping[str, Any]) -> None:
     runs = [result["runs"][name] for name in names]
     figure, (times, fetched) = pyplot.subplots(1, 2, figsize=(11, 0.6 * len(names) + 1.6), sharey=True)
     times.barh(names, [run["seconds"] for run in runs], color=_COLOURS[0], label="until all were done")
-    times.barh(names, [run["last_fetch_s"] for run in runs], height=0.4, color=_COLOURS[1], label="of which fetching")
+    times.barh(
+        names, [run["last_fetch_s"] for run in runs], height=0.4, color=_COLOURS[1], label="until the last chunk came"
+    )
     times.set_xlabel("seconds")
     times.set_title(f"{result['count']} sandboxes at once")
     times.legend()

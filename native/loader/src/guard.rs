@@ -24,7 +24,7 @@ const WAIT_BYTES: usize = 40;
 /// Numbers that descriptors of events may have had; as many reads may wait at once.
 const NUMBERS: RawFd = 1 << 16;
 /// What a worker before us was asked is answered within that time, by EIO if need be; others wait until then.
-const SETTLE: Duration = Duration::from_secs(5);
+const SETTLE: Duration = Duration::from_secs(10);
 const SILENT: Duration = Duration::from_secs(10);
 
 type Inode = (u64, u64);

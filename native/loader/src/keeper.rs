@@ -22,11 +22,15 @@ const POLL: Duration = Duration::from_secs(1);
 /// How long it lets a supervisor start that somebody else has begun.
 const GIVE_WAY: Duration = Duration::from_secs(2);
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
+const ENDS: &str = "ends";
+const STAYS: &str = "stays";
 const GROUP: i32 = 0; // as what every keeper has it open
 
 /// Another process: the one that keeps the group of a run directory.
 pub struct Keeper {
     pub process: OwnedFd,
+    /// It has been told to end, and holds the lock now and then while it refuses what is still read.
+    pub ends: bool,
 }
 
 impl Keeper {
@@ -42,11 +46,13 @@ impl Keeper {
         let mut text = String::new();
         file.read_to_string(&mut text)
             .doing(format!("reading {}", path.display()))?;
-        let Ok(pid) = text.trim().parse::<i32>() else {
+        let mut words = text.split_whitespace();
+        let Some(pid) = words.next().and_then(|word| word.parse::<i32>().ok()) else {
             return Ok(None); // it has only just begun, and has not had the group for longer than who began it
         };
         let process = open_process(pid).doing("opening the keeper")?;
-        Ok(Some(Keeper { process }))
+        let ends = words.next() == Some(ENDS);
+        Ok(Some(Keeper { process, ends }))
     }
 
     pub fn group(&self) -> Result<File> {
@@ -77,7 +83,8 @@ pub fn start(group: &File, words: &[String]) -> Result<Keeper> {
         .spawn()
         .doing("starting the keeper")?;
     let process = open_process(child.id() as i32).doing("opening the keeper")?;
-    Ok(Keeper { process })
+    let ends = false;
+    Ok(Keeper { process, ends })
 }
 
 /// In a worker: whose supervisor has died sees to the keeper itself, for readers must never have only us.
@@ -120,9 +127,7 @@ pub fn run(place: &Place, cache: &Path, words: &[String]) -> Result<()> {
     let Some(mine) = try_lock_file(&place.keep())? else {
         return Ok(()); // one is enough
     };
-    mine.set_len(0).doing("writing our process id")?;
-    mine.write_all_at(format!("{}\n", std::process::id()).as_bytes(), 0)
-        .doing("writing our process id")?;
+    write_about(&mine, false)?;
     let group = dsec_sys::fuse::standard_input().doing("taking the group")?;
     let mut ends = false;
     let mut quiet_until = Instant::now();
@@ -133,15 +138,20 @@ pub fn run(place: &Place, cache: &Path, words: &[String]) -> Result<()> {
             &[(signals.as_fd(), Interest::Readable)],
             Some(POLL.min(pause)),
         );
+        let (mut stays, mut told) = (false, false);
         while let Some(signal) = next_signal(signals.as_fd()) {
-            match signal.number {
-                libc::SIGTERM | libc::SIGINT => ends = true,
-                libc::SIGHUP => {
-                    ends = false;
-                    quiet_until = Instant::now() + GIVE_WAY;
-                }
-                _ => {}
-            }
+            stays |= signal.number == libc::SIGHUP;
+            told |= matches!(signal.number, libc::SIGTERM | libc::SIGINT);
+        }
+        if stays {
+            // Which of both came last cannot be told; to stay is never wrong for readers.
+            ends = false;
+            quiet_until = Instant::now() + GIVE_WAY;
+        } else if told {
+            ends = true;
+        }
+        if stays || told {
+            write_about(&mine, ends)?;
         }
         pause = (pause * 2).min(POLL);
         if let Some(child) = supervisor.as_mut() {
@@ -175,6 +185,18 @@ pub fn run(place: &Place, cache: &Path, words: &[String]) -> Result<()> {
             return Ok(());
         }
     }
+}
+
+/// For `find`: who we are, and whether we have the lock now and then.
+fn write_about(file: &File, ends: bool) -> Result<()> {
+    let text = format!(
+        "{} {}\n",
+        std::process::id(),
+        if ends { ENDS } else { STAYS }
+    );
+    file.set_len(0)
+        .and_then(|()| file.write_all_at(text.as_bytes(), 0))
+        .doing("writing our process id")
 }
 
 fn start_supervisor(lock: File, words: &[String]) -> Result<Child> {

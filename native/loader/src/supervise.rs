@@ -26,7 +26,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(5);
 /// A worker that lived this long had started well.
 const LIVED: Duration = Duration::from_secs(30);
 /// How long a keeper is waited for that is about to let the lock go.
-const GIVE_WAY: Duration = Duration::from_secs(3);
+const GIVE_WAY: Duration = Duration::from_secs(10);
 const END_TIMEOUT: Duration = Duration::from_secs(20);
 
 pub struct Place {
@@ -297,9 +297,9 @@ pub fn lock(place: &Place, given: bool) -> Result<Option<File>> {
         if let Some(lock) = try_lock_file(&place.lock())? {
             return Ok(Some(lock));
         }
-        // A keeper that refuses what is left of an earlier one has the lock now and then.
+        // One that refuses what is left of an earlier loader has the lock now and then.
         match Keeper::find(place)? {
-            Some(keeper) if Instant::now() < deadline => keeper.stay(),
+            Some(keeper) if keeper.ends && Instant::now() < deadline => keeper.stay(),
             _ => return Ok(None),
         }
         std::thread::sleep(PAUSE_FIRST);
