@@ -124,6 +124,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b"{}"
     cut: int | None = None  # the connection ends after so many bytes of the body
+    hang: bool = False  # it does so only when the front is left
     content: bytes | None = None  # the body instead
     endless: bool = False  # no length is told, and it goes on with zeros for long
     times: int = 1
@@ -147,6 +148,7 @@ class Front:
         self.token_life_s: int | None = None
         self.realm: str | None = None
         self.ranges = True
+        self.left = threading.Event()
         self._tokens: set[str] = set()
         self._mutex = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), _Handler)
@@ -163,6 +165,7 @@ class Front:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.left.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -284,6 +287,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self._answer(status, data, headers, cut=None if fault is None else fault.cut)
+        if fault is not None and fault.hang:
+            self.wfile.flush()
+            cast(_Server, self.server).front.left.wait(60)
 
     def _forward(self, upstream: str, body: bytes, fault: Fault | None) -> None:
         connection = http.client.HTTPConnection(upstream, timeout=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
 import json
@@ -17,6 +18,7 @@ import zstandard
 
 from dsec.core.errors import DsecError, InvalidArgumentError, StorageError
 from dsec.core.image_names import parse_image_name
+from dsec.image.build import build
 from dsec.image.environments import EnvironmentStore
 from dsec.image.export.run import export_now
 from dsec.image.imported import Importer
@@ -25,6 +27,7 @@ from dsec.image.registry.client import DEFAULT_SETTINGS, Registry, RegistrySetti
 from dsec.image.registry.push import upload
 from dsec.image.stack import CannotStackError
 from dsec.image.worker import build_now
+from dsec.testing.waiting import eventually
 from dsec.wire.environments import (
     BuildEvent,
     BuildRequest,
@@ -158,6 +161,32 @@ def test_a_tag_that_has_moved_is_other_content_and_a_digest_is_not(place: Place,
         place.build("moved", RegistrySource(image))
     assert place.build("moved", RegistrySource(image), replace=True).digest != first.digest
     assert place.build("pinned", RegistrySource(f"{host}/pull/moved@{pinned}")).digest == first.digest
+
+
+async def test_a_pull_that_is_killed_leaves_nothing_but_what_the_next_goes_on_with(
+    place: Place, tmp_path: Path
+) -> None:
+    large = tar_of([member("large", os.urandom(3 << 20))])
+    with Front() as front:
+        front.put_image("one", [large])
+        digest = hashlib.sha256(large).hexdigest()
+        front.faults = [Fault(digest, cut=2 << 20, hang=True)]
+        request = BuildRequest(name="one", source=RegistrySource(f"{front.host}/one:1"))
+        partial = place.store.state / "oci" / "partial" / f"sha256-{digest}"
+        task = asyncio.create_task(build(place.store, request))
+
+        await eventually(lambda: partial.exists() and partial.stat().st_size == 2 << 20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        left = list((place.store.state / "staging").iterdir())
+        info = await build(place.store, request)
+
+        ranges = [headers.get("Range") for _, path, headers in front.requests if digest in path]
+    assert left == []
+    assert ranges == [None, f"bytes={2 << 20}-"]
+    assert info.name == "one"
+    assert list((place.store.state / "oci" / "partial").iterdir()) == []
 
 
 def test_layers_that_are_here_are_not_fetched_even_when_their_blobs_are_gone(place: Place, tmp_path: Path) -> None:
