@@ -20,11 +20,13 @@ from dsec.binaries import find_binary
 ROOT = Path(__file__).resolve().parent.parent
 _SEED = pytest.StashKey[int]()
 
-# No deadline: a loaded machine is slow, not wrong. A failing example prints the blob that brings it back.
+# No deadline: a loaded machine is slow, not wrong. A failing example prints the blob that brings it back. The same
+# examples each time, so that a change is judged by itself; a soak looks for others.
 settings.register_profile(
-    "dsec", deadline=None, print_blob=True, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile("soak", settings.get_profile("dsec"), max_examples=5_000)
+    "dsec", deadline=None, print_blob=True, derandomize=True, max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+settings.register_profile("soak", settings.get_profile("dsec"), derandomize=False, max_examples=5_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dsec"))
 
 
@@ -32,7 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Who starts us in the background has us ignore Ctrl-C, and what we start inherits that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.stash[_SEED] = int(os.environ.get("DSEC_TEST_SEED") or time.time_ns() % 1_000_000_007)
+    fresh = time.time_ns() % 1_000_000_007 if config.option.markexpr == "slow" else 1
+    config.stash[_SEED] = int(os.environ.get("DSEC_TEST_SEED") or fresh)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -50,7 +53,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
-    """Random choices of one test: from the run's printed seed and the test's name, so order does not matter."""
+    """Random choices of one test: from the run's printed seed and the test's name, so order does not matter.
+
+    The seed is another at each soak only: elsewhere a change is to be judged by itself, not by its luck.
+    """
     return random.Random(f"{request.config.stash[_SEED]} {request.node.nodeid}")
 
 

@@ -261,6 +261,6 @@ async def test_whatever_answers_the_error_is_typed(short_tmp: Path, answer: byte
         writer.close()
 
     server = await asyncio.start_unix_server(say, short_tmp / "s.sock")
-    async with server, dsec.AsyncClient(f"unix://{short_tmp}/s.sock") as client:
+    async with server, dsec.AsyncClient(f"unix://{short_tmp}/s.sock", request_timeout_s=3) as client:
         with pytest.raises(kind):
             await client.health()

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsec.core.errors import DsecError
@@ -92,6 +92,7 @@ def described(top: int) -> dict[bytes, tuple[int, ...]]:
 
 
 @given(stack=stacks)
+@example(stack=[[("file", "a/a", 0)], [("mark", "a/.wh.a", 0), ("file", "a/a", 0), ("mark", "a/.wh..wh..opq", 0)]])
 @settings(max_examples=60)
 def test_layers_one_by_one_are_the_same_tree_as_all_in_one(stack: list[list[tuple[str, str, int]]]) -> None:
     with scratch() as place:

@@ -214,7 +214,7 @@ async def test_a_node_that_ends_leaves_no_cgroup_that_it_has_made_and_those_of_o
 
 
 async def test_a_disk_limit_that_cannot_be_enforced_is_refused(small_store: Path) -> None:
-    with private_place(small_store) as place:
+    with private_place(small_store, settings={"container": {"disk": "directory"}}) as place:
         async with served(place) as (_, client):
             with pytest.raises(UnsupportedError, match="disk limit"):
                 await client.create(ENVIRONMENT, disk="20MiB")

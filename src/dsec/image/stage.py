@@ -220,9 +220,10 @@ class Stage:
         with self._parent(path) as (parent, name):
             remove_entry(parent, name)
             os.mkdir(name, 0o700, dir_fd=parent)
-        self._directories[path] = Attributes(
-            stat.S_IMODE(info.st_mode), info.st_uid, info.st_gid, info.st_mtime_ns, xattrs
-        )
+        # Changed by this layer already, it has the time of before; named by it, all is known of it.
+        mtime_ns = self._before.get(path, info.st_mtime_ns)
+        known = Attributes(stat.S_IMODE(info.st_mode), info.st_uid, info.st_gid, mtime_ns, xattrs)
+        self._directories.setdefault(path, known)
 
     def finish(self) -> None:
         """Give the directories their owners, modes and times."""
