@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from dsec.sdk.transfer import Transfer as Transfer
     from dsec.sdk.volumes import AsyncVolumes as AsyncVolumes
     from dsec.wire import records as _records
+    from dsec.wire.collect import GcReport as GcReport
     from dsec.wire.environments import BuildEvent as BuildEvent
     from dsec.wire.environments import DebianSource as DebianSource
     from dsec.wire.environments import DirectorySource as DirectorySource
@@ -152,6 +153,7 @@ _NAMES: Final[dict[str, str]] = {
     "FileInfo": "dsec.wire.records",
     "Files": "dsec.sdk.sync",
     "Gap": "dsec.wire.records",
+    "GcReport": "dsec.wire.collect",
     "GitSource": "dsec.wire.environments",
     "History": "dsec.wire.environments",
     "LayerInfo": "dsec.wire.layers",

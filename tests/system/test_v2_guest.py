@@ -47,6 +47,16 @@ DELEGATED = (
     " && for pid in $(cat $unit/cgroup.procs); do echo $pid >$unit/node/cgroup.procs; done"
     f" && export DSEC_TEST_CGROUPS={UNIT}/"
 )
+# A file system with project quota, which not every kernel has.
+WITH_QUOTA = (
+    "umount /tmp && mke2fs -q -F -t ext4 -O quota,project -E quotatype=prjquota /dev/vda"
+    " && mount -o prjquota /dev/vda /tmp && chmod 1777 /tmp"
+)
+QUOTA_TESTS = (
+    "tests/system/test_container_disk.py::test_a_sandbox_is_full_at_its_limit_and_says_how_full_it_is[project]",
+    "tests/system/test_container_disk.py::test_a_limited_sandbox_survives_its_node_and_leaves_nothing",
+    "tests/system/test_container_volumes.py::test_a_volume_is_full_at_its_size_and_the_sandbox_is_not",
+)
 DELEGATED_TESTS = ("tests/system/test_container_limits.py::test_limits_are_where_the_kernel_keeps_them",)
 
 
@@ -110,6 +120,13 @@ def test_a_host_without_cgroup2_runs_containers_and_says_what_they_lack(kernel: 
     assert b"mount -t cgroup2" in result.output
     assert result.exit_code == 0
     assert result.output.count(b" PASSED") >= 5
+
+
+def test_project_quota_keeps_sandboxes_and_volumes_to_their_size(kernel: GuestKernel) -> None:
+    result = run_tests(kernel, QUOTA_TESTS, cgroups="v2", before=WITH_QUOTA)
+
+    assert result.exit_code == 0
+    assert result.output.count(b" PASSED") == len(QUOTA_TESTS)
 
 
 def test_containers_in_a_unit_to_which_systemd_has_delegated_its_cgroups(kernel: GuestKernel) -> None:

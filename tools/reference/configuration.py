@@ -9,12 +9,17 @@ from typing import Any
 import msgspec
 
 from dsec.backends.container.config import ContainerConfig
-from dsec.node.config import NodeConfig, WarmConfig
-from dsec.serve.config import VARIABLES, ContainerSettings, NodeSettings, ServeConfig, WarmSettings
+from dsec.node.config import CollectConfig, NodeConfig, WarmConfig
+from dsec.serve.config import VARIABLES, CollectSettings, ContainerSettings, NodeSettings, ServeConfig, WarmSettings
 from tools.reference.text import NOTE, comments_of, join, kind_of, table
 
 # Where a setting is explained when it is not in the service's own record: in that of its part.
-_EXPLAINED = {NodeSettings: NodeConfig, WarmSettings: WarmConfig, ContainerSettings: ContainerConfig}
+_EXPLAINED = {
+    NodeSettings: NodeConfig,
+    WarmSettings: WarmConfig,
+    CollectSettings: CollectConfig,
+    ContainerSettings: ContainerConfig,
+}
 _DIRECTORIES = {"run_dir": "/run/dsec as root", "state_dir": "/var/lib/dsec as root"}
 
 

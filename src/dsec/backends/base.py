@@ -217,6 +217,10 @@ class Backend(Protocol):
         """
         ...
 
+    def names(self, records: Collection[bytes]) -> frozenset[str]:
+        """What things on the node's disk are called that belong to the instances of these records."""
+        ...
+
     async def sweep(self, records: Collection[bytes]) -> None:
         """Remove, in time, what is on the disk of instances that none of these records names: none runs any more."""
         ...

@@ -17,6 +17,7 @@ from dsec.cli import (
     doctor,
     environments,
     files,
+    gc,
     images,
     layers,
     lists,
@@ -80,7 +81,7 @@ def _warn() -> None:
         complain(f"warning: {name} is no variable of dsec{f'; did you mean {meant}?' if meant else ' and is ignored'}")
 
 
-for part in (service, doctor, processes, logs, top, lists, shell, files, snapshots):
+for part in (service, doctor, processes, logs, top, lists, shell, files, gc, snapshots):
     part.register(app)
 app.add_typer(environments.app, name="env")
 app.add_typer(layers.app, name="layer")

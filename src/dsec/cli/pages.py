@@ -311,6 +311,14 @@ PAGES: Final[dict[str, Page]] = {
         (("dsec rollback box built", "to the files of that moment"),),
         "a Sandbox record",
     ),
+    "gc": Page(
+        "What names of environments stood for before they were replaced, a week ago or longer; layers that no "
+        "environment, snapshot or sandbox has; images of registries that were not used for a week; remains of killed "
+        "processes. Never volumes, snapshots, or what a name stands for. The node does it by itself when its disk is "
+        "short of room (node.collect.free_bytes_min), and then takes caches before their time. Needs the right admin.",
+        (("dsec gc --dry-run", "what would go, and why"), ("dsec gc", "remove it")),
+        "a GcReport record",
+    ),
     "volume create": Page(
         "It belongs to your project and outlives sandboxes. With --size no more can be written in it, in bytes and in "
         "files; refused where that cannot be kept. --owner for images whose programs do not run as root. Needs the "

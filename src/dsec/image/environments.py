@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 import threading
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +91,9 @@ class EnvironmentStore:
     Its calls are short reads of local files; `remove` and `collect` may take as long as removing a tree does.
     """
 
-    def __init__(self, state: str | os.PathLike[str]) -> None:
+    def __init__(self, state: str | os.PathLike[str], *, record_keep_s: float = 0.0) -> None:
+        """`record_keep_s`: how long `collect` leaves what a name stood for before it was replaced."""
+        self._record_keep_s = record_keep_s
         self.layers = LayerStore(state)
         self.state = self.layers.state
         self._environments = self.state / "environments"
@@ -379,7 +382,11 @@ class EnvironmentStore:
         with self.layers.collecting():
             for reference in tuple(self._references()):
                 record = self._loaded(reference) if reference.digest is not None else None
-                if record is not None and not self._users_of(reference, record.info.digest):
+                if (
+                    record is not None
+                    and not self._is_young(reference)
+                    and not self._users_of(reference, record.info.digest)
+                ):
                     self._path(reference).unlink(missing_ok=True)
             removed.update(self._drop_runs(live))
             named = self.named()
@@ -406,6 +413,12 @@ class EnvironmentStore:
         if self._path(exact).exists():
             return exact
         raise ConflictError(f"{reference} is what {record.info.name} stands for now", hint="remove that name")
+
+    def _is_young(self, reference: Reference) -> bool:
+        try:
+            return time.time() - self._path(reference).stat().st_mtime < self._record_keep_s
+        except FileNotFoundError:
+            return False
 
     def _layers_of(self, reference: Reference) -> tuple[str, ...]:
         """As it is now; of one that follows parts that are gone, what it was."""

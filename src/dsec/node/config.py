@@ -33,6 +33,20 @@ class WarmConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectConfig:
+    """What nothing needs any more is removed by `dsec gc`, and by the node when its disk is short of room."""
+
+    free_bytes_min: int = 4 * limits.GIB  # with less free the node collects by itself, caches too; 0: never
+    record_keep_s: float = 7 * 86_400.0  # what the name of an environment stood for before it was replaced
+    blob_keep_s: float = 7 * 86_400.0  # of images from registries, since their last use
+    blob_bytes_max: int = limits.IMAGE_CACHE_BYTES_DEFAULT
+
+    def __post_init__(self) -> None:
+        if min(self.free_bytes_min, self.record_keep_s, self.blob_keep_s, self.blob_bytes_max) < 0:
+            raise InvalidArgumentError("what is set about collection must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
 class NodeConfig:
     """`state_dir` outlives a restart of the host, `run_dir` does not. Both belong to one node."""
 
@@ -51,6 +65,7 @@ class NodeConfig:
     adopts_at_once_max: int = 32
     snapshot_freeze_s: float = 30.0  # a sandbox that stands still for longer goes on, and its snapshot has failed
     warm: WarmConfig = WarmConfig()
+    collect: CollectConfig = CollectConfig()
     datasets: Mapping[str, Path] = field(default_factory=dict)  # directories of the host that sandboxes may read
 
     def __post_init__(self) -> None:

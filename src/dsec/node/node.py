@@ -19,6 +19,8 @@ from dsec.core.spec import Substrate
 from dsec.core.states import EndCause
 from dsec.node.admission import Room, memory_promised_max
 from dsec.node.adoption import Adoption
+from dsec.node.census import Known, Places
+from dsec.node.collecting import Collector
 from dsec.node.config import NodeConfig
 from dsec.node.creation import Creation
 from dsec.node.environments import Environments
@@ -99,6 +101,7 @@ class Node:
         self.rollbacks: Rollbacks
         self.warm: WarmPool
         self.volumes: Volumes
+        self.collector: Collector
         self._services: Services
         self._reaper: Reaper
 
@@ -158,6 +161,13 @@ class Node:
         )
         self.forks = Forks(self._services, self.registry, self.creation, self.snapshots)
         self.rollbacks = Rollbacks(self._services, self.environments, self.snapshots, boot)
+        self.collector = Collector(
+            Places(self.config.state_dir, self.config.run_dir),
+            self.config.collect,
+            clock=self.clock,
+            known=self._known,
+            tidy=self._tidy_environments,
+        )
         await self._sweep()
         self.adoption = Adoption(self._services, self.registry, self.backends, self.environments, boot)
         self.adoption.begin()
@@ -227,6 +237,22 @@ class Node:
             records.setdefault(Substrate(spare.substrate), []).append(spare.record)
         for substrate, backend in self.backends.items():
             await backend.sweep([record for record in records[substrate] if record])
+
+    def _known(self) -> Known:
+        """Of collections: what there is of sandboxes and spares, and which layers they and snapshots have."""
+        records: dict[Substrate, list[bytes]] = {}
+        names = set()
+        for row in self.journal.sandboxes():
+            names.add(row.id)
+            records.setdefault(row.spec.substrate, []).append(row.record)
+        for spare in self.journal.spares():
+            names.add(spare.id)
+            records.setdefault(Substrate(spare.substrate), []).append(spare.record)
+        for sandbox in self.registry:  # of a create that is not in the journal yet
+            names.add(sandbox.id)
+        for substrate, found in records.items():
+            names |= self.backends[substrate].names([record for record in found if record])
+        return Known(names, self.layers_in_use())
 
     async def _remove_strays(self) -> None:
         """Directories of sandboxes that nobody knows any more."""
@@ -358,6 +384,7 @@ class Node:
             await self._sleep(_SAMPLE_EVERY_S)
             await self.warm.relieve()
             await sampling.turn()
+            self._tasks.spawn(self.collector.relieve())
             if self.clock.monotonic_s() - pruned_at >= _PRUNE_EVERY_S:
                 pruned_at = self.clock.monotonic_s()
                 with suppress(StorageError):

@@ -30,6 +30,7 @@ _READ: Final = (
     Method.SNAPSHOT_GET,
 )
 _ADMIN: Final = (
+    Method.GC,
     Method.VOLUME_CREATE,
     Method.VOLUME_REMOVE,
     Method.ENVIRONMENT_REMOVE,

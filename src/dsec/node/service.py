@@ -37,6 +37,7 @@ from dsec.observe.logs import get_logger
 from dsec.wire import node as wire
 from dsec.wire import records, snapshots
 from dsec.wire.codec import pack, unpack
+from dsec.wire.collect import GcReport, GcRequest
 from dsec.wire.environments import BuildRequest, EnvironmentPage, EnvironmentRef, PushRequest
 from dsec.wire.images import ExportRequest
 from dsec.wire.node import Caller, Done, Method, Stream
@@ -91,6 +92,7 @@ class Service:
             Method.VOLUME_GET: (VolumeRef, self._volume_get),
             Method.VOLUME_REMOVE: (VolumeRef, self._volume_remove),
             **desk.unary(),
+            Method.GC: (GcRequest, self._gc),
             Method.DOCTOR: (wire.Nothing, self._doctor),
             Method.HEALTH: (wire.Nothing, self._health),
             **{method: (wire.FileCall, self._file_call(method)) for method in _FILE_CALLS},
@@ -413,6 +415,9 @@ class Service:
     async def _volume_remove(self, request: VolumeRef, caller: Caller, _: str | None) -> Done:
         await self._node.volumes.remove(request.name, project_named(caller, request.project))
         return Done()
+
+    async def _gc(self, request: GcRequest, caller: Caller, _: str | None) -> GcReport:
+        return await self._node.collector.collect(dry_run=request.dry_run)
 
     async def _doctor(self, request: wire.Nothing, caller: Caller, _: str | None) -> records.DoctorReport:
         return await examine(self._node)

@@ -35,6 +35,7 @@ from dsec.sdk.tokens import AsyncTokens
 from dsec.sdk.transport import Transport
 from dsec.sdk.volumes import AsyncVolumes
 from dsec.wire import api
+from dsec.wire.collect import GcReport, GcRequest
 from dsec.wire.errors import ErrorBody, error_of
 from dsec.wire.records import BatchItem, BatchRequest, CreateRequest, DoctorReport, Health, SandboxPage
 from dsec.wire.records import Sandbox as SandboxInfo
@@ -279,6 +280,14 @@ class AsyncClient:
     async def doctor(self) -> DoctorReport:
         """What the node can do, and what it lacks."""
         return await self._transport.call("GET", "/doctor", DoctorReport)
+
+    async def collect_garbage(self, *, dry_run: bool = False) -> GcReport:
+        """Removes what nothing needs on the node: what names of environments stood for, layers, caches past their time,
+        remains of killed processes. Never volumes. `dry_run` only says what that is."""
+        request = GcRequest(dry_run=dry_run)
+        return await self._transport.call(
+            "POST", "/gc", GcReport, body=request, repeatable=True, long=True, timeout_s=_GC_TIMEOUT_S
+        )
 
     async def close(self) -> None:
         """Closes the connections. The client may be used again; sandboxes are not touched."""

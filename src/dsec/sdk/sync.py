@@ -30,6 +30,7 @@ from dsec.sdk.snapshots import AsyncSnapshot, AsyncSnapshots
 from dsec.sdk.socketlike import SocketLike
 from dsec.sdk.tokens import AsyncTokens
 from dsec.sdk.volumes import AsyncVolumes
+from dsec.wire.collect import GcReport
 from dsec.wire.environments import (
     BuildEvent,
     BuildSource,
@@ -1193,6 +1194,11 @@ class Client(Blocking[AsyncClient]):
     def doctor(self) -> DoctorReport:
         """What the node can do, and what it lacks."""
         return portal().run(self._async.doctor())
+
+    def collect_garbage(self, *, dry_run: bool = False) -> GcReport:
+        """Removes what nothing needs on the node: what names of environments stood for, layers, caches past their time,
+        remains of killed processes. Never volumes. `dry_run` only says what that is."""
+        return portal().run(self._async.collect_garbage(dry_run=dry_run))
 
     def close(self) -> None:
         """Closes the connections. The client may be used again; sandboxes are not touched."""

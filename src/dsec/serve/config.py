@@ -18,7 +18,7 @@ from dsec.core.image_names import parse_registry
 from dsec.core.spec import Substrate
 from dsec.core.units import parse_size
 from dsec.image.registry.client import RegistrySettings
-from dsec.node.config import NodeConfig, WarmConfig
+from dsec.node.config import CollectConfig, NodeConfig, WarmConfig
 from dsec.node.volumes import check_datasets
 from dsec.observe.logs import LEVELS
 from dsec.serve.settings import check_names, in_place
@@ -89,6 +89,22 @@ class WarmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         )
 
 
+class CollectSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`dsec.node.config` says what each is for."""
+
+    free_bytes_min: int | str = 4 * limits.GIB
+    record_keep_s: float = 7 * 86_400.0
+    blob_keep_s: float = 7 * 86_400.0
+
+    def config(self, *, blob_bytes_max: int) -> CollectConfig:
+        return CollectConfig(
+            free_bytes_min=parse_size(self.free_bytes_min, "free_bytes_min"),
+            record_keep_s=self.record_keep_s,
+            blob_keep_s=self.blob_keep_s,
+            blob_bytes_max=blob_bytes_max,
+        )
+
+
 class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sizes also as text such as "4GiB". `dsec.node.config` says what each is for."""
 
@@ -102,6 +118,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     creates_at_once_max: int = 64
     snapshot_freeze_s: float = 30.0  # a sandbox that stands still for longer goes on, and its snapshot has failed
     warm: WarmSettings = WarmSettings()
+    collect: CollectSettings = CollectSettings()
     datasets: dict[str, str] = {}  # name → directory of the node, which sandboxes of every project may read
 
     def __post_init__(self) -> None:
@@ -122,6 +139,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             creates_at_once_max=self.creates_at_once_max,
             snapshot_freeze_s=self.snapshot_freeze_s,
             warm=self.warm.config(),
+            collect=self.collect.config(blob_bytes_max=limits.IMAGE_CACHE_BYTES_DEFAULT),
             datasets=check_datasets(self.datasets, own=(state_dir, run_dir)),
         )
 

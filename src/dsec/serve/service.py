@@ -123,4 +123,6 @@ class LocalService:
         self._stack.callback(loader.close)  # it runs on: sandboxes read through it
         registries = config.registries.settings()
         remote = RemoteLayers(loader, trusted=trusted_stores(storage.stores))
-        return StoredEnvironments(EnvironmentStore(state), remote, registries=registries)
+        return StoredEnvironments(
+            EnvironmentStore(state, record_keep_s=self.config.node.collect.record_keep_s), remote, registries=registries
+        )

@@ -80,10 +80,13 @@ class VolumeStore:
 
     def clean(self) -> int:
         """Remove what a process that was killed has left; how many."""
-        left = [*self._volumes.glob(f"{MAKING}*"), *self._volumes.glob(f"{REMOVED}*")] if self._volumes.is_dir() else []
-        for path in left:
-            remove_tree(path)
-        return len(left)
+        with self._mutex:  # what is being made just now is nothing left
+            if not self._volumes.is_dir():
+                return 0
+            left = [*self._volumes.glob(f"{MAKING}*"), *self._volumes.glob(f"{REMOVED}*")]
+            for path in left:
+                remove_tree(path)
+            return len(left)
 
     # ---- changing -----------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ _FETCH_S: Final = 600
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _VMLINUX_BYTES_MAX: Final = 512 << 20
 # What the first user space needs before it has modules of its own: the share, its overlay, a disk, and layers.
-_MODULES: Final = ("9p", "9pnet_virtio", "overlay", "virtio_blk", "ext4", "erofs")
+_MODULES: Final = ("9p", "9pnet_virtio", "overlay", "virtio_blk", "ext4", "erofs", "loop", "quota_v2")
+_WANTED: Final = "wanted"  # which modules a folder was made for
 
 
 class GuestUnavailableError(Exception):
@@ -48,7 +49,7 @@ def guest_kernel(package: str = PACKAGE) -> GuestKernel:
     Whatever is there is used for ever: a run tomorrow is a run on the same kernel, until its folder is removed.
     """
     cache = cache_directory()
-    if not (kept := sorted(cache.glob(f"{package}=*"))):
+    if not (kept := [folder for folder in sorted(cache.glob(f"{package}=*")) if _is_for_us(folder)]):
         kept = [_fetch(package, cache)]
     folder = kept[-1]
     modules = (folder / "modules.order").read_text().split()
@@ -73,11 +74,17 @@ def _fetch(package: str, cache: Path) -> Path:
         folder = work / "kernel"
         _arrange(work / "tree", folder)
         target = cache / f"{package}={version.replace('%3a', ':')}"
-        if not target.exists():
+        if not _is_for_us(target):
+            shutil.rmtree(target, ignore_errors=True)
             folder.rename(target)
         return target
     finally:
         shutil.rmtree(work)
+
+
+def _is_for_us(folder: Path) -> bool:
+    wanted = folder / _WANTED
+    return wanted.exists() and wanted.read_text() == " ".join(_MODULES)
 
 
 def _newest_build(package: str) -> str:
@@ -114,6 +121,7 @@ def _arrange(tree: Path, folder: Path) -> None:
     order: list[str] = []
     for name in _MODULES:
         _add_module(name, packed, folder / "modules", order)
+    (folder / _WANTED).write_text(" ".join(_MODULES))
     (folder / "modules.order").write_text("".join(f"{name}\n" for name in order))
 
 

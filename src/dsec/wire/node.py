@@ -81,6 +81,7 @@ class Method(enum.StrEnum):
     LAYER_REMOVE = "layer_remove"  # layers.LayerRef → Done
     FORK = "fork"  # snapshots.Fork → snapshots.Forked; `key` as of create
     ROLLBACK = "rollback"  # snapshots.Rollback → Sandbox
+    GC = "gc"  # collect.GcRequest → collect.GcReport
     DOCTOR = "doctor"  # Nothing → DoctorReport
     HEALTH = "health"  # Nothing → Health
 

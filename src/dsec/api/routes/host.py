@@ -11,11 +11,13 @@ from dsec.api.request import Answer, Request
 from dsec.api.routing import Route
 from dsec.observe import metrics
 from dsec.wire.codec import pack, to_json, unpack
+from dsec.wire.collect import GcReport, GcRequest
 from dsec.wire.node import Caller, Method, Nothing, Right
 from dsec.wire.records import DoctorReport, Health
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _HEALTH_TIMEOUT_S = 5.0
+_GC_TIMEOUT_S = 600.0  # trees of millions of files are counted, and removed
 _DOCTOR_TIMEOUT_S = 120.0  # probes boot and mount things
 
 
@@ -33,6 +35,11 @@ async def health(request: Request) -> Answer:
 
 async def doctor(request: Request) -> Answer:
     return await request.forward(Method.DOCTOR, Nothing(), DoctorReport, timeout_s=_DOCTOR_TIMEOUT_S)
+
+
+async def collect(request: Request) -> Answer:
+    body = await request.record(GcRequest)
+    return await request.forward(Method.GC, body, GcReport, timeout_s=_GC_TIMEOUT_S)
 
 
 async def prometheus(request: Request) -> Answer:
@@ -60,6 +67,16 @@ ROUTES = (
         answer=Health,
     ),
     Route("GET", "/v1/doctor", doctor, "What this host can do, and what not.", Right.ADMIN, answer=DoctorReport),
+    Route(
+        "POST",
+        "/v1/gc",
+        collect,
+        "Remove what nothing needs any more; or, with `dry_run`, say what that is.",
+        Right.ADMIN,
+        body=GcRequest,
+        answer=GcReport,
+        mutates=True,
+    ),
     Route(
         "GET",
         "/metrics",

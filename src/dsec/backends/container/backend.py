@@ -367,6 +367,10 @@ class ContainerBackend:
             with contextlib.suppress(LauncherRefusal):
                 await self.launcher.request(LaunchOp.LAYER_UNMOUNT, LayerRef(digest), Done)
 
+    def names(self, records: Collection[bytes]) -> frozenset[str]:
+        known = [parse_record(record) for record in records]
+        return frozenset(Path(path).name for one in known for path in (one.directory, one.socket.removesuffix(".sock")))
+
     async def sweep(self, records: Collection[bytes]) -> None:
         self._looking = asyncio.create_task(asyncio.to_thread(self._disk.look))  # before somebody needs to know
         try:

@@ -105,6 +105,9 @@ class FakeBackend:
     async def keep_layers(self, digests: Collection[str]) -> None:
         """Instances here have no layers."""
 
+    def names(self, records: Collection[bytes]) -> frozenset[str]:
+        return frozenset()  # nothing of them is on a disk
+
     async def sweep(self, records: Collection[bytes]) -> None:
         """A machine in memory has no disk that outlives it."""
 
