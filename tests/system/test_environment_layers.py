@@ -1,11 +1,10 @@
-"""Environments of one, five and sixty-one layers, put together and changed part by part, with real containers."""
+"""Environments of few and many layers, put together and changed part by part, with real containers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -51,7 +50,7 @@ async def tool(client: AsyncClient, path: Path, name: str, content: str, *, repl
     return await client.environments.build(name, DirectorySource(str(path)), replace=replace)
 
 
-@pytest.mark.parametrize("count", [1, 5, 61])
+@pytest.mark.parametrize("count", [1, 5, 17, pytest.param(61, marks=pytest.mark.slow)])
 async def test_any_number_of_layers_makes_a_sandbox_and_collapsing_changes_nothing_inside(
     node: tuple[Place, AsyncClient], tmp_path: Path, count: int
 ) -> None:
@@ -69,7 +68,7 @@ async def test_any_number_of_layers_makes_a_sandbox_and_collapsing_changes_nothi
             assert (await sandbox.exec("echo $DEEP")).stdout == f"{count - 1}\n"
     await client.layers.collapse(name)
     found = [layer for layer in await client.layers.list() if layer.collapsed]
-    assert any(len(layer.collapsed) == count - 8 for layer in found) is (count == 61)
+    assert any(len(layer.collapsed) == count - 8 for layer in found) is (count > 16)
 
     async with await client.create(name) as sandbox:
         after = await sandbox.exec(SHOW)
@@ -135,16 +134,15 @@ async def test_layers_and_environments_are_managed_by_the_command_line(
     (tmp_path / "kit/file").write_text("1")
 
     async def run(*words: str, code: int = 0) -> str:
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-m", "dsec", "--url", place.url, *words],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
+        # Not in threads: the service runs in this process, and needs them.
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "dsec", "--url", place.url, *words),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
         )
-        assert done.returncode == code, done.stderr
-        return done.stdout if code == 0 else done.stderr
+        out, error = await process.communicate()
+        assert process.returncode == code, error.decode()
+        return (out if code == 0 else error).decode()
 
     assert (await run("layer", "build", f"{kit}:1", "--dir", str(tmp_path / "kit"))).strip() == f"{kit}:1"
     assert (await run("env", "create", env, "--base", ENVIRONMENT, "--toolkit", f"{kit}:1")).strip() == env
