@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -160,9 +161,9 @@ def python_server(store: Path) -> Iterator[tuple[str, int]]:
 @contextmanager
 def nginx_server(store: Path, root: Path) -> Iterator[tuple[str, int]]:
     """A real nginx, where there is one."""
-    program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+    program = shutil.which("nginx", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin")
     if program is None:
-        pytest.skip("nginx is not installed (Debian: nginx-light)")
+        pytest.skip("nginx is not there; tools/setup --dev unpacks it")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     root.mkdir(exist_ok=True)
