@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from dsec.wire.records import SessionInfo as SessionInfo
     from dsec.wire.records import TtySize as TtySize
     from dsec.wire.records import WatchNotice as WatchNotice
+    from dsec.wire.snapshots import Published as Published
     from dsec.wire.snapshots import SnapshotInfo as SnapshotInfo
     from dsec.wire.volumes import VolumeInfo as VolumeInfo
 
@@ -164,6 +165,7 @@ _NAMES: Final[dict[str, str]] = {
     "OciSource": "dsec.wire.environments",
     "Ownership": "dsec.wire.environments",
     "Process": "dsec.sdk.sync",
+    "Published": "dsec.wire.snapshots",
     "Pty": "dsec.sdk.sync",
     "ReadyProbe": "dsec.core.spec",
     "RegistrySource": "dsec.wire.environments",

@@ -62,6 +62,7 @@ NO_SANDBOX = {
     Method.SNAPSHOT_LIST,
     Method.SNAPSHOT_GET,
     Method.SNAPSHOT_REMOVE,
+    Method.SNAPSHOT_PUBLISH,
 }
 _FILE_ARGS: dict[type, Any] = {
     agent.PathArgs: agent.PathArgs(path=b"/tmp"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dsec.core.errors import ConflictError, DsecError, GoneError, SandboxStateError
+from dsec.core.spec import Environment
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
 from dsec.testing.waiting import eventually
@@ -418,3 +419,41 @@ async def test_a_node_killed_during_a_fork_leaves_all_or_nothing(place: Place, a
             await fork.destroy()
         await sandbox.destroy()
         await eventually(lambda: place.cgroup_files("sbx_*") == [])
+
+
+# ---- publishing ----------------------------------------------------------------------------------
+
+
+async def test_a_published_snapshot_is_a_workspace_without_residue_and_without_what_was_removed(node: Node) -> None:
+    _, client = node
+    async with await client.create(ENVIRONMENT) as first:
+        await first.exec("mkdir /work; echo secret > /work/removed; echo one > /work/kept; rm /etc/group", check=True)
+        below = await first.snapshot()
+    async with await below.create() as second:
+        await second.exec(
+            "rm /work/removed; echo two > /work/new; mkdir /tmp/t; echo x > /tmp/t/x;"
+            " cd /root; echo x > .bash_history; mkdir .ssh; echo key > .ssh/id",
+            check=True,
+        )
+        snapshot = await second.snapshot()
+
+    asked = await snapshot.publish("project:1", dry_run=True)
+    published = await snapshot.publish("project:1", keep=["ssh"])
+
+    assert {removed.rule for removed in asked.removed} == {"temporary", "histories", "ssh"}
+    assert asked.environment is None
+    assert {removed.rule for removed in published.removed} == {"temporary", "histories"}
+    assert published.environment is not None
+    assert len(published.environment.layers) == 1
+    with pytest.raises(ConflictError):
+        await snapshot.publish("project:1")
+    assert (await snapshot.publish("project:1", kind="toolkit", replace=True)).environment is not None
+    for made in (snapshot, below):
+        await made.remove()
+    parts = Environment(base=ENVIRONMENT, workspace="project:1")
+    async with await client.create(parts) as sandbox:
+        told = await sandbox.exec(
+            "cat /work/*; ls -A /root | grep -c -e ssh -e hist; ls -A /tmp; test -e /etc/group || echo hidden"
+        )
+        assert told.stdout.split() == ["one", "two", "0", "hidden"]
+    await client.environments.remove("project:1")

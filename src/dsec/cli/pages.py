@@ -300,6 +300,16 @@ PAGES: Final[dict[str, Page]] = {
         (("dsec snapshot rm built", "its layers go when nothing else has them"),),
         "removed: a list of names",
     ),
+    "snapshot publish": Page(
+        "One layer is made of what the snapshot has above its environment, for sandboxes of every project. What the "
+        "rules of residue name is left out: temporary, caches, package-lists, bytecode, logs, histories, ssh, "
+        "credentials, and those of the node's configuration. Needs the right admin.",
+        (
+            ("dsec snapshot publish built project --dry-run", "what would be left out"),
+            ("dsec snapshot publish built tools:2 --toolkit --keep bytecode", "as a toolkit"),
+        ),
+        "a Published record",
+    ),
     "fork": Page(
         "The new sandboxes have its limits, variables, labels and times to live, but no name. Its processes are not "
         "copied.",

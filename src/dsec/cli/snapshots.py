@@ -105,6 +105,46 @@ def rm(
     run_async(work())
 
 
+def publish(
+    snapshot: Name,
+    name: Annotated[str, typer.Argument(metavar="NAME[:TAG]", help="Of the environment.", show_default=False)],
+    toolkit: Annotated[bool, typer.Option("--toolkit", help="A toolkit rather than a workspace.")] = False,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", metavar="RULE", help="A rule not to apply. May be repeated.", show_default=False),
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Give the name to other content.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be left out.")] = False,
+    json: Json = False,
+) -> None:
+    """Make a workspace or toolkit of a snapshot, without residue."""
+    from dsec.core.units import format_size
+
+    async def work() -> None:
+        async with client() as c:
+            found = await c.snapshots.get(snapshot)
+            published = await found.publish(
+                name,
+                kind="toolkit" if toolkit else "workspace",
+                keep=keep or [],
+                replace=replace,
+                dry_run=dry_run,
+            )
+        if settings.json:
+            put_json(published)
+            return
+        rows = [
+            (removed.rule, str(removed.entries), format_size(removed.size_bytes), clean(" ".join(removed.paths[:2])))
+            for removed in published.removed
+        ]
+        if rows:
+            table(("LEFT OUT", "ENTRIES", "SIZE", "SUCH AS"), rows)
+        if published.environment is not None:
+            say(f"{published.environment.name}: {format_size(published.environment.size_bytes)}")
+
+    run_async(work())
+
+
 def fork(
     sandbox: Sandbox,
     count: Annotated[int, typer.Option("--count", "-n", metavar="COUNT", help="How many.", min=1)] = 1,
@@ -144,3 +184,4 @@ command(app, create, of="snapshot")
 command(app, list_, "ls", of="snapshot")
 command(app, show, of="snapshot")
 command(app, rm, of="snapshot")
+command(app, publish, of="snapshot")

@@ -13,10 +13,12 @@ from typing import Final
 
 from dsec.core.errors import InvalidArgumentError, StorageError
 from dsec.image.mirroring import END, KEEP, LOOK, TAKE, MirrorAnswer, MirrorJob, MirrorStep
+from dsec.image.publishing import PublishAnswer, PublishJob
 from dsec.storage.layers import LayerStore
 from dsec.storage.mirror import Mapped
 from dsec.wire import codec
 from dsec.wire.errors import error_of
+from dsec.wire.snapshots import Published
 
 _LINE_BYTES_MAX: Final = 1 << 20
 _END_S: Final = 600.0  # of a process that removes what it had made on the way
@@ -109,9 +111,49 @@ class CaptureProcess:
             await self._process.stdin.drain()
 
 
-def _command() -> list[str]:
+async def publish(job: PublishJob) -> Published:
+    """In a process of its own, which ends with this call. Raises what it tells, or StorageError."""
+    process = await asyncio.create_subprocess_exec(
+        *_command("dsec.image.publishing"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=_LINE_BYTES_MAX,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUTF8": "1"},
+    )
+    errors = asyncio.create_task(_tail(process))
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(codec.to_json(job) + b"\n")
+        with suppress(ConnectionError):
+            await process.stdin.drain()
+        line = await process.stdout.readline()
+        if not line:
+            words = (await errors).decode(errors="replace").strip()[-500:]
+            raise StorageError(f"the process that publishes has ended: {words or 'no message'}")
+        answer = codec.from_json(line, PublishAnswer)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)  # its result is on the disk before it tells it
+        await asyncio.shield(_cleaned(process, errors, Path(job.state)))
+    if answer.published is None:
+        raise (
+            StorageError("the process that publishes says nothing") if answer.error is None else error_of(answer.error)
+        )
+    return answer.published
+
+
+async def _cleaned(process: Process, errors: asyncio.Task[bytes], state: Path) -> None:
+    await process.wait()
+    await errors
+    await asyncio.to_thread(LayerStore(state).clean)
+
+
+def _command(module: str = "dsec.image.mirroring") -> list[str]:
     """As root in process and mount namespaces of its own: its end is the end of all that it has started."""
-    worker = [sys.executable, "-m", "dsec.image.mirroring"]
+    worker = [sys.executable, "-m", module]
     unshare = shutil.which("unshare")
     if os.geteuid() != 0 or unshare is None:
         return worker

@@ -63,6 +63,9 @@ class NodeConfig:
     pause_deadline_s: float = 10.0
     creates_at_once_max: int = 64  # beyond, they wait their turn: a burst must not starve what runs
     adopts_at_once_max: int = 32
+    residue: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # rules of publishing, beside and instead of ours
     snapshot_freeze_s: float = 30.0  # a sandbox that stands still for longer goes on, and its snapshot has failed
     warm: WarmConfig = WarmConfig()
     collect: CollectConfig = CollectConfig()

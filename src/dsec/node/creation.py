@@ -240,6 +240,7 @@ class Creation:
             snapshot=None if origin is None else origin.snapshot,
             fork=fork,
             forked=fork is not None,
+            base=() if origin is None else origin.base,
             ttl_running_s=spec.ttl_running_s,
             ttl_idle_s=spec.ttl_idle_s,
             running_until=None if spec.ttl_running_s is None else services.clock.monotonic_s() + spec.ttl_running_s,

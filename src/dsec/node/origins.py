@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -26,6 +26,7 @@ class Origin:
     user: str | None = None
     workdir: str | None = None
     snapshot: str | None = None
+    base: tuple[str, ...] = ()  # digests of the environment
 
     async def acquire(self, environments: Environments) -> Resolved:
         """Held until the result's hold is released. Raises StorageError when a layer of it is lost."""
@@ -70,13 +71,20 @@ def origin_of(snapshot: SnapshotRow) -> Origin:
         user=snapshot.user,
         workdir=snapshot.workdir,
         snapshot=snapshot.info.id,
+        base=snapshot.base,
     )
 
 
 def origin_of_fork(row: SandboxRow, layers: tuple[str, ...]) -> Origin:
     """Children of a sandbox, on these layers; a snapshot that it was made from itself stays theirs."""
-    return replace(
-        Origin(spec=row.spec, layers=layers, image=row.image, user=row.user, workdir=row.workdir), snapshot=row.snapshot
+    return Origin(
+        spec=row.spec,
+        layers=layers,
+        image=row.image,
+        user=row.user,
+        workdir=row.workdir,
+        snapshot=row.snapshot,
+        base=row.base or row.layers,
     )
 
 

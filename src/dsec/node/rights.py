@@ -42,6 +42,7 @@ _ADMIN: Final = (
     Method.ENVIRONMENT_PUSH,
     Method.ENVIRONMENT_EXPORT,
     Method.ENVIRONMENT_TRACE,
+    Method.SNAPSHOT_PUBLISH,
     Method.DOCTOR,
 )
 

@@ -175,6 +175,7 @@ def _row_after(row: SandboxRow, origin: Origin, resolved: Resolved) -> SandboxRo
         user=row.spec.user if row.spec.user is not None else resolved.user,
         workdir=row.spec.workdir if row.spec.workdir is not None else resolved.workdir,
         snapshot=origin.snapshot,
+        base=origin.base,
         incarnation=row.incarnation + 1,
         agent_boot_id="",
     )

@@ -51,6 +51,7 @@ class SandboxRow(msgspec.Struct, frozen=True, kw_only=True):
     image: ImageRow = ImageRow()
     snapshot: str | None = None  # id of the one that it was made from, or rolled back to
     fork: str | None = None  # of the fork that is not complete yet: it goes if its node ends before
+    base: tuple[str, ...] = ()  # digests of the environment, where snapshots lie above it
     forked: bool = False  # on a layer that no snapshot names: it goes with the last one that has it
     leftover: bytes = b""  # record of the instance before a rollback, until it is removed
 

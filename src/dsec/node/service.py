@@ -85,6 +85,7 @@ class Service:
             Method.SNAPSHOT_LIST: (snapshots.SnapshotQuery, self._snapshot_list),
             Method.SNAPSHOT_GET: (snapshots.SnapshotRef, self._snapshot_get),
             Method.SNAPSHOT_REMOVE: (snapshots.SnapshotRef, self._snapshot_remove),
+            Method.SNAPSHOT_PUBLISH: (snapshots.Publish, self._snapshot_publish),
             Method.FORK: (snapshots.Fork, self._fork),
             Method.ROLLBACK: (snapshots.Rollback, self._rollback),
             Method.VOLUME_CREATE: (VolumeRequest, self._volume_create),
@@ -393,6 +394,10 @@ class Service:
     async def _snapshot_remove(self, request: snapshots.SnapshotRef, caller: Caller, _: str | None) -> Done:
         await self._node.snapshots.remove(request.snapshot, project=project_seen(caller), own=caller.project)
         return Done()
+
+    async def _snapshot_publish(self, request: snapshots.Publish, caller: Caller, _: str | None) -> snapshots.Published:
+        row = self._node.snapshots.find(request.snapshot, project=project_seen(caller), own=caller.project)
+        return await self._node.snapshots.publish(row, request.request)
 
     async def _fork(self, request: snapshots.Fork, caller: Caller, key: str | None) -> snapshots.Forked:
         sandbox = self._sandbox(request.sandbox, caller)

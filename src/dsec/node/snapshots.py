@@ -23,6 +23,9 @@ from dsec.core.errors import (
 )
 from dsec.core.ids import new_snapshot_id
 from dsec.core.states import ENDED, SandboxState
+from dsec.image.capture import publish
+from dsec.image.publishing import PublishJob
+from dsec.image.residue import rules_for
 from dsec.node.environments import Environments, Hold
 from dsec.node.origins import Origin, origin_of
 from dsec.node.registry import Registry
@@ -36,7 +39,15 @@ from dsec.observe import metrics
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack
 from dsec.wire.node import Caller
-from dsec.wire.snapshots import SnapshotInfo, SnapshotPage, SnapshotQuery, SnapshotRequest, SnapshotRow
+from dsec.wire.snapshots import (
+    Published,
+    PublishRequest,
+    SnapshotInfo,
+    SnapshotPage,
+    SnapshotQuery,
+    SnapshotRequest,
+    SnapshotRow,
+)
 
 log = get_logger(__name__)
 
@@ -193,6 +204,7 @@ class Snapshots:
             workdir=row.workdir,
             entrypoint=row.image.entrypoint,
             command=row.image.command,
+            base=row.base or row.layers,
             key=key,
             request_hash=hash,
         )
@@ -304,6 +316,29 @@ class Snapshots:
             self._kept[id] -= 1
             if not self._kept[id]:
                 del self._kept[id]
+
+    # -- publishing --------------------------------------------------------------------------------
+
+    async def publish(self, row: SnapshotRow, request: PublishRequest) -> Published:
+        """Raises InvalidArgumentError (a rule), ConflictError (the name), StorageError, CapacityError."""
+        base = row.base
+        job = PublishJob(
+            state=str(self._services.config.state_dir),
+            name=request.name,
+            source=f"{request.kind} from snapshot {row.info.name} of {row.info.sandbox}",
+            base=base,
+            run=tuple(digest for digest in row.info.layers if digest not in base),
+            rules=rules_for(self._services.config.residue, request.keep),
+            replace=request.replace,
+            dry_run=request.dry_run,
+        )
+        with self.keeping(row.info.id):
+            hold = await self._environments.hold(row.info.layers)
+            try:
+                async with self._turn:
+                    return await publish(job)
+            finally:
+                hold.release()
 
     # -- removing ----------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Unpack
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Literal, Unpack
 
 import msgspec
 
@@ -11,7 +12,7 @@ from dsec.core.errors import NotFoundError
 from dsec.core.ids import parse_name
 from dsec.sdk.requests import CreateOptions
 from dsec.sdk.transport import Transport, encode_query
-from dsec.wire.snapshots import SnapshotInfo, SnapshotPage
+from dsec.wire.snapshots import Published, PublishRequest, SnapshotInfo, SnapshotPage
 
 if TYPE_CHECKING:
     from dsec.sdk.client import AsyncClient
@@ -51,6 +52,31 @@ class AsyncSnapshot:
     ) -> AsyncSandbox:
         """A new sandbox on it; what `options` leave out is as it was in the snapshotted sandbox, but for the name."""
         return await self._client.create(snapshot=self._info.id, timeout_s=timeout_s, **options)
+
+    async def publish(
+        self,
+        name: str,
+        *,
+        kind: Literal["workspace", "toolkit"] = "workspace",
+        keep: Sequence[str] = (),
+        replace: bool = False,
+        dry_run: bool = False,
+    ) -> Published:
+        """Makes a workspace or toolkit of what it has above its environment, as NAME or NAME:TAG, for sandboxes of
+        every project; one layer, without residue: temporary files, caches, histories, keys, credentials …
+
+        `keep` names rules that are not applied; `dry_run` only says what would be removed. Needs the right admin.
+        Raises ConflictError when the name stands for something else, unless `replace`.
+        """
+        request = PublishRequest(name=name, kind=kind, keep=tuple(keep), replace=replace, dry_run=dry_run)
+        return await self._client._transport.call(
+            "POST",
+            f"/snapshots/{self._info.id}:publish",
+            Published,
+            body=request,
+            long=True,
+            timeout_s=MAKING_TIMEOUT_S,
+        )
 
     async def remove(self, *, missing_ok: bool = False) -> None:
         """Removes it. Raises ConflictError while sandboxes that were made from it live."""

@@ -52,7 +52,10 @@ from dsec.wire.records import (
     WatchNotice,
 )
 from dsec.wire.records import Sandbox as SandboxInfo
-from dsec.wire.snapshots import SnapshotInfo
+from dsec.wire.snapshots import (
+    Published,
+    SnapshotInfo,
+)
 from dsec.wire.tokens import TokenAnswer, TokenInfo
 from dsec.wire.volumes import VolumeInfo
 
@@ -584,6 +587,23 @@ class Snapshot(Blocking[AsyncSnapshot]):
         """A new sandbox on it; what `options` leave out is as it was in the snapshotted sandbox, but for the name."""
         result: Sandbox = wrap(portal().run(self._async.create(timeout_s=timeout_s, **options)))
         return result
+
+    def publish(
+        self,
+        name: str,
+        *,
+        kind: Literal["workspace", "toolkit"] = "workspace",
+        keep: Sequence[str] = (),
+        replace: bool = False,
+        dry_run: bool = False,
+    ) -> Published:
+        """Makes a workspace or toolkit of what it has above its environment, as NAME or NAME:TAG, for sandboxes of
+        every project; one layer, without residue: temporary files, caches, histories, keys, credentials …
+
+        `keep` names rules that are not applied; `dry_run` only says what would be removed. Needs the right admin.
+        Raises ConflictError when the name stands for something else, unless `replace`.
+        """
+        return portal().run(self._async.publish(name, kind=kind, keep=keep, replace=replace, dry_run=dry_run))
 
     def remove(self, *, missing_ok: bool = False) -> None:
         """Removes it. Raises ConflictError while sandboxes that were made from it live."""

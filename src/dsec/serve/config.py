@@ -14,10 +14,12 @@ from dsec.api.server import TcpAddress, check_socket_path
 from dsec.backends.container.config import ContainerConfig
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
+from dsec.core.ids import parse_name
 from dsec.core.image_names import parse_registry
 from dsec.core.spec import Substrate
 from dsec.core.units import parse_size
 from dsec.image.registry.client import RegistrySettings
+from dsec.image.residue import check_pattern
 from dsec.node.config import CollectConfig, NodeConfig, WarmConfig
 from dsec.node.volumes import check_datasets
 from dsec.observe.logs import LEVELS
@@ -116,6 +118,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     records_bytes_max: int | str = limits.RECORDS_BYTES_MAX
     pause_deadline_s: float = 10.0  # then a sandbox that does not stop goes on, and the pause has failed
     creates_at_once_max: int = 64
+    residue: dict[str, tuple[str, ...]] = {}  # rule → patterns of what is not published; none: the rule is off
     snapshot_freeze_s: float = 30.0  # a sandbox that stands still for longer goes on, and its snapshot has failed
     warm: WarmSettings = WarmSettings()
     collect: CollectSettings = CollectSettings()
@@ -137,11 +140,20 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             records_bytes_max=parse_size(self.records_bytes_max, "records_bytes_max"),
             pause_deadline_s=self.pause_deadline_s,
             creates_at_once_max=self.creates_at_once_max,
+            residue=_checked_residue(self.residue),
             snapshot_freeze_s=self.snapshot_freeze_s,
             warm=self.warm.config(),
             collect=self.collect.config(blob_bytes_max=limits.IMAGE_CACHE_BYTES_DEFAULT),
             datasets=check_datasets(self.datasets, own=(state_dir, run_dir)),
         )
+
+
+def _checked_residue(rules: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    for name, patterns in rules.items():
+        parse_name(name, "name of a rule")
+        for pattern in patterns:
+            check_pattern(pattern)
+    return rules
 
 
 class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -79,6 +79,7 @@ class Method(enum.StrEnum):
     LAYER_GET = "layer_get"  # layers.LayerRef → layers.LayerInfo
     LAYER_STATS = "layer_stats"  # layers.LayerRef → environments.LayerUse
     LAYER_REMOVE = "layer_remove"  # layers.LayerRef → Done
+    SNAPSHOT_PUBLISH = "snapshot_publish"  # snapshots.Publish → snapshots.Published
     FORK = "fork"  # snapshots.Fork → snapshots.Forked; `key` as of create
     ROLLBACK = "rollback"  # snapshots.Rollback → Sandbox
     GC = "gc"  # collect.GcRequest → collect.GcReport

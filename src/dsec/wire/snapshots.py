@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from dsec.core import limits
-from dsec.core.errors import LimitError
+from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.ids import parse_name
+from dsec.core.references import parse_tagged
 from dsec.core.spec import SandboxSpec
+from dsec.wire.environments import EnvironmentInfo
 from dsec.wire.records import Sandbox
 
 
@@ -98,6 +100,45 @@ class Rollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request: RollbackRequest
 
 
+class PublishRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Make a workspace or toolkit of what a snapshot has above its environment, without what nobody wants in one."""
+
+    name: str  # NAME or NAME:TAG
+    kind: str = "workspace"  # or toolkit
+    keep: tuple[str, ...] = ()  # rules of residue that are not to be applied
+    replace: bool = False  # the name may stand for something else now
+    dry_run: bool = False  # only say what would be removed
+
+    def __post_init__(self) -> None:
+        parse_tagged(self.name)
+        if self.kind not in ("workspace", "toolkit"):
+            raise InvalidArgumentError(f"kind must be workspace or toolkit, not {self.kind[:40]!r}")
+
+
+class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    snapshot: str  # name or id
+    request: PublishRequest
+
+    def __post_init__(self) -> None:
+        parse_name(self.snapshot, "snapshot name")
+
+
+class Removed(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rule was about."""
+
+    rule: str
+    entries: int
+    size_bytes: int
+    paths: list[str]  # the first of them; with a directory goes all below it
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """What publishing has made, and what it has left out."""
+
+    environment: EnvironmentInfo | None = None  # None: nothing was made, as asked
+    removed: list[Removed] = []
+
+
 class SnapshotRow(msgspec.Struct, frozen=True, kw_only=True):
     """Stored by the node; readers ignore fields that they do not know."""
 
@@ -110,5 +151,6 @@ class SnapshotRow(msgspec.Struct, frozen=True, kw_only=True):
     workdir: str | None = None
     entrypoint: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+    base: tuple[str, ...] = ()  # digests of the environment; what is above them is of snapshots
     key: str | None = None  # of the request that made it
     request_hash: bytes = b""

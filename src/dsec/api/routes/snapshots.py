@@ -14,6 +14,9 @@ from dsec.wire.snapshots import (
     Fork,
     Forked,
     ForkRequest,
+    Publish,
+    Published,
+    PublishRequest,
     Rollback,
     RollbackRequest,
     SnapshotInfo,
@@ -59,6 +62,12 @@ async def get_snapshot(request: Request) -> Answer:
 
 async def remove_snapshot(request: Request) -> Answer:
     return await request.forward(Method.SNAPSHOT_REMOVE, _named(request), Done)
+
+
+async def publish_snapshot(request: Request) -> Answer:
+    body = await request.record(PublishRequest)
+    publish = Publish(_named(request).snapshot, body)
+    return await request.forward(Method.SNAPSHOT_PUBLISH, publish, Published, timeout_s=_TIMEOUT_S)
 
 
 def _named(request: Request) -> SnapshotRef:
@@ -110,6 +119,17 @@ ROUTES = (
     ),
     Route("GET", "/v1/snapshots", list_snapshots, "List snapshots.", Right.READ, params=_LIST, answer=SnapshotPage),
     Route("GET", _ONE, get_snapshot, "One snapshot, by name or id.", Right.READ, answer=SnapshotInfo, statuses=(404,)),
+    Route(
+        "POST",
+        "/v1/snapshots/{name}:publish",
+        publish_snapshot,
+        "Make a workspace or toolkit of what a snapshot has above its environment, without residue.",
+        Right.ADMIN,
+        body=PublishRequest,
+        answer=Published,
+        statuses=(404, 409, 429, 501),
+        mutates=True,
+    ),
     Route(
         "DELETE",
         _ONE,
