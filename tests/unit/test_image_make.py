@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from dsec.image.erofs import Verdict
 from dsec.image.make import make_layer
-from dsec.image.scan import is_whiteout, kept_xattrs, tree_digest
+from dsec.image.scan import is_whiteout, kept_xattrs, tree_digest, walk
+from dsec.image.stack import open_layer
 from dsec.image.stage import Attributes, Stage
 from dsec.storage.layers import LayerKind, LayerStore
-from dsec.storage.mounts import mount_erofs
+from dsec.storage.mounts import mount_erofs, mount_overlay
 
 pytestmark = pytest.mark.root
 
@@ -75,3 +78,27 @@ def test_the_same_tree_is_one_layer_made_once(tmp_path: Path) -> None:
     assert found[0] == found[1]
     assert layers.digests() == list(found[0])
     assert stages.count("publish") == 1
+
+
+@pytest.mark.parametrize("usable", [True, False], ids=["erofs", "directory"])
+def test_whiteouts_show_nowhere_also_where_there_is_nothing_to_hide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usable: bool
+) -> None:
+    layers = LayerStore(tmp_path / "state")
+    if not usable:
+        monkeypatch.setattr("dsec.image.erofs.probe_erofs", lambda store: Verdict(False, "not here"))
+    with ExitStack() as opened:
+        tops = []
+        for name in ("lower", "upper"):
+            work = opened.enter_context(layers.staging())
+            with Stage(work / "tree") as stage:
+                stage.file(name.encode() + b"/file", Attributes(0o644), io.BytesIO(b"x"))
+                stage.whiteout(name.encode() + b"/gone")
+                stage.finish()
+            held = opened.enter_context(make_layer(layers, work / "tree", work, lambda event: None))
+            tops.insert(0, open_layer(layers.get(held.digests[0])))
+            opened.callback(os.close, tops[0])
+        top = mount_overlay(tops)
+        opened.callback(os.close, top)
+
+        assert [entry.path for entry in walk(top)] == [b"", b"lower", b"lower/file", b"upper", b"upper/file"]

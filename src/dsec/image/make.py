@@ -13,6 +13,7 @@ from dsec.core.limits import BUILD_LOG_LINE_BYTES_MAX
 from dsec.core.units import format_size
 from dsec.image import erofs
 from dsec.image.scan import TreeDigest, tree_digest
+from dsec.image.upper import mark_whiteouts
 from dsec.storage.layers import BLOB_NAME, META_NAME, TREE_NAME, LayerKind, LayerRecord, LayerStore, Lease
 from dsec.storage.space import require_free
 from dsec.storage.trees import tree_size
@@ -76,6 +77,8 @@ def _convert(
         for name in (META_NAME, BLOB_NAME):
             (layer / name).unlink(missing_ok=True)
     log(report, f"kept as a plain directory: {verdict.reason}")
+    if not as_root:
+        mark_whiteouts(tree)
     tree.rename(layer / TREE_NAME)
     return LayerKind.DIRECTORY
 

@@ -10,6 +10,7 @@ from typing import Final
 from dsec.image.scan import OPAQUE_XATTR, is_whiteout, open_inside, walk
 
 _PREFIX: Final = "trusted.overlay."
+_ORIGIN: Final = "trusted.overlay.origin"  # empty: somewhere else; the kernel then looks for whiteouts
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -35,6 +36,17 @@ def clean_upper(top: Path) -> int:
     finally:
         os.close(root)
     return entries
+
+
+def mark_whiteouts(top: Path) -> None:
+    """So that whiteouts show nowhere, also in a directory that no other layer has: as mkfs.erofs does. Needs root."""
+    root = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for entry in walk(root):
+            if is_whiteout(entry.info):
+                os.setxattr(entry.directory, _ORIGIN, b"")
+    finally:
+        os.close(root)
 
 
 def _clean(fd: int, directory: bool) -> None:
