@@ -66,6 +66,7 @@ async def test_an_export_tells_its_story_and_what_has_become_of_it(api: Served, 
     [
         {}, {"kind": "registry"}, {"kind": "registry", "image": "A"}, {"kind": "other", "image": "a"},
         {"kind": "registry", "image": f"a@sha256:{'0' * 64}"}, {**TARGET, "compression": "lzma"}, {**TARGET, "more": 1},
+        {"kind": "docker-archive", "path": "/"}, {"kind": "docker-archive", "path": "/a/../"},
         {"kind": "oci", "path": "relative"}, {"kind": "oci", "path": "/a\0"}, {"kind": "docker-archive", "path": ""},
         {"kind": "oci", "path": "/a", "reference": ""}, {"kind": "oci", "path": "/a", "reference": "a\nb"},
         {"kind": "oci", "path": "/a", "reference": "r" * 300}, {"kind": "docker-archive", "path": "/" + "p" * 5_000},

@@ -15,8 +15,10 @@ import pytest
 from dsec.core.errors import EnvironmentNotFoundError, NotFoundError
 from dsec.image.environments import EnvironmentStore
 from dsec.image.export.run import export_now
+from dsec.image.published import push_now
 from dsec.image.registry.client import DEFAULT_SETTINGS
-from dsec.wire.environments import BuildEvent, RegistrySource
+from dsec.storage.layers import LayerKind
+from dsec.wire.environments import BuildEvent, PushRequest, RegistrySource, StoreSource
 from dsec.wire.images import ExportRequest, RegistryTarget
 from tests.registries import PASSWORD, registry, write_login
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
@@ -85,3 +87,22 @@ async def test_errors_pushes_and_events_of_the_service(place: Place, host: str, 
     assert {event.stage for event in events} >= {"fetch", "stage", "pack", "push", "publish"}
     assert not list((place.state / "staging").iterdir())
     assert PASSWORD not in repr((events, first))
+
+
+async def test_an_environment_whose_content_is_in_a_store_is_pushed_to_a_registry(
+    place: Place, host: str, image: str, small_store: Path, tmp_path: Path
+) -> None:
+    store = EnvironmentStore(small_store)
+    if any(store.layers.get(digest).kind is not LayerKind.EROFS for digest in store.layers.digests()):
+        pytest.skip("this host makes no EROFS images")
+    url = f"file://{tmp_path / 'store'}"
+    push_now(store, PushRequest(name=ENVIRONMENT, store=url), lambda _: None)
+
+    async with served(place) as (_, client):
+        remote = await client.environments.build("remote", StoreSource(url=url, environment=ENVIRONMENT))
+        before = (await client.environments.stats("remote")).layers[0]
+        await client.environments.export("remote", RegistryTarget(f"{host}/team/remote"))
+        back = await client.environments.build("back", RegistrySource(f"{host}/team/remote"))
+
+    assert (before.store, before.loaded) == (url, False)
+    assert back.layers == remote.layers

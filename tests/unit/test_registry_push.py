@@ -36,6 +36,29 @@ def test_an_upload_to_a_server_that_makes_no_sense_ends(front: Front, tmp_path: 
             upload(client.registry, "sha256:" + "0" * 64, b"x")
 
 
+def test_a_place_for_uploads_is_not_told_who_we_are(front: Front, tmp_path: Path) -> None:
+    client = Client(front, tmp_path, login=True, push=True)
+    front.users = {"tester": "not-a-secret"}
+    with Front() as thief, Front() as elsewhere:
+        elsewhere.faults = [
+            Fault("/up", status=401, headers={"WWW-Authenticate": f'Bearer realm="http://{thief.host}/token"'},
+                  method="PUT", times=99),
+        ]  # fmt: skip
+        location = {"Location": f"http://{elsewhere.host}/up"}
+        front.faults = [
+            Fault("/uploads/", status=401, headers={"WWW-Authenticate": f'Bearer realm="http://{front.host}/token"'},
+                  method="POST"),
+            Fault("/uploads/", status=202, headers=location, method="POST", times=99),
+        ]  # fmt: skip
+
+        with pytest.raises(StorageError, match="refuses"):
+            upload(client.registry, "sha256:" + "0" * 64, b"x")
+
+        assert thief.requests == []
+        assert all("Authorization" not in headers for _, _, headers in elsewhere.requests)
+        assert any(headers.get("Authorization", "").startswith("Bearer") for _, _, headers in front.requests)
+
+
 def test_an_upload_that_is_forgotten_again_and_again_is_given_up(front: Front, tmp_path: Path) -> None:
     client = Client(front, tmp_path, push=True)
     front.faults = [Fault("/uploads/", status=202, headers={"Location": "/v2/team/tools/up"}, method="POST", times=99)]

@@ -107,9 +107,16 @@ async def export(
     After an error or a cancellation nothing runs on, and no image is there that is not whole.
     """
     with await asyncio.to_thread(_held, store, request.name) as held:
-        data = await asyncio.to_thread(_data_of, store, held.digests, serve)
-        job = Job(os.fspath(store.state), export=request, data=data, registries=registries)
-        done = await _bounded(store, job, f"exporting {request.name!r}", progress, timeout_s)
+        files = await asyncio.to_thread(_data_of, store, held.digests, serve)
+        try:
+            data = {digest: f"/proc/self/fd/{fd}" for digest, fd in files.items()}
+            job = Job(os.fspath(store.state), export=request, data=data, registries=registries)
+            done = await _bounded(
+                store, job, f"exporting {request.name!r}", progress, timeout_s, files=tuple(files.values())
+            )
+        finally:
+            for fd in files.values():
+                os.close(fd)
     if not isinstance(done, ExportedImage):
         raise StorageError("the build process says that it has done something else")
     return done
@@ -138,11 +145,21 @@ def _held(store: EnvironmentStore, name: str) -> Lease:
 
 def _data_of(
     store: EnvironmentStore, digests: tuple[str, ...], serve: Callable[[LayerLocation], str] | None
-) -> dict[str, str]:
+) -> dict[str, int]:
+    """Open files: the worker has a /proc of its own, where the loader's paths lead nowhere."""
     remote = [layer for layer in map(store.layers.get, digests) if layer.remote is not None]
     if remote and serve is None:
         raise UnsupportedError("layers that are loaded from a store can be exported by a running service only")
-    return {layer.digest: serve(layer) for layer in remote if serve is not None}
+    files: dict[str, int] = {}
+    try:
+        for layer in remote:
+            assert serve is not None
+            files[layer.digest] = os.open(serve(layer), os.O_RDONLY | os.O_CLOEXEC)
+    except BaseException:
+        for fd in files.values():
+            os.close(fd)
+        raise
+    return files
 
 
 async def build_events(
@@ -227,7 +244,13 @@ async def _events(
 
 
 async def _bounded(
-    store: EnvironmentStore, job: Job, what: str, progress: Callable[[BuildEvent], None], timeout_s: float
+    store: EnvironmentStore,
+    job: Job,
+    what: str,
+    progress: Callable[[BuildEvent], None],
+    timeout_s: float,
+    *,
+    files: tuple[int, ...] = (),
 ) -> EnvironmentInfo | ExportedImage:
     """One worker process among those that may run at once, for as long as it may take."""
     if store.builds_running >= BUILDS_MAX:
@@ -237,7 +260,7 @@ async def _bounded(
     store.builds_running += 1
     try:
         async with asyncio.timeout(timeout_s):
-            return await _supervise(store, job, progress)
+            return await _supervise(store, job, progress, files)
     except TimeoutError:
         raise DeadlineError(f"{what} took more than {timeout_s:g} s", outcome=Outcome.UNCHANGED) from None
     finally:
@@ -261,7 +284,7 @@ def _ready(store: EnvironmentStore, request: BuildRequest) -> EnvironmentInfo | 
 
 
 async def _supervise(
-    store: EnvironmentStore, job: Job, progress: Callable[[BuildEvent], None]
+    store: EnvironmentStore, job: Job, progress: Callable[[BuildEvent], None], files: tuple[int, ...]
 ) -> EnvironmentInfo | ExportedImage:
     process = await asyncio.create_subprocess_exec(
         *_command(),
@@ -270,6 +293,7 @@ async def _supervise(
         stderr=asyncio.subprocess.PIPE,
         limit=_LINE_BYTES_MAX,
         start_new_session=True,
+        pass_fds=files,
         env={**os.environ, "PYTHONUTF8": "1"},
     )
     errors = asyncio.create_task(_tail(process))

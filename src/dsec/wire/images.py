@@ -85,7 +85,7 @@ class ExportedImage(msgspec.Struct, frozen=True, kw_only=True):
 
 def _check_target(path: str, reference: str | None) -> None:
     check_path(path)
-    if not path.startswith("/") or path.endswith("/.."):
+    if not path.startswith("/") or path.rstrip("/").rpartition("/")[2] in ("", ".", ".."):
         raise InvalidArgumentError(f"the path of an image must be absolute, and is {path[:80]!r}")
     if reference is not None and (not 0 < len(reference) <= _NAME_CHARS_MAX or not reference.isprintable()):
         raise InvalidArgumentError(f"{reference[:80]!r} is not what an image can be called")

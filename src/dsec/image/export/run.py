@@ -30,7 +30,7 @@ def export_now(
     Raises EnvironmentNotFoundError, InvalidArgumentError for a place that cannot be, what the registry or disk raises.
     """
     cache = BlobCache(store.state)
-    locked, lease = store.acquire(Environment(base=request.name))
+    locked, lease = store.acquire(Environment(base=request.name), collapsed=False)
     try:
         with lease:
             created_at = store.get(request.name).created_at

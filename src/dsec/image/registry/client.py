@@ -268,7 +268,8 @@ class Registry:
             with self._web.ask(
                 method, url, {**headers, **sent}, body=body, length=length, timeout_s=timeout_s
             ) as answer:
-                if answer.status != 401 or last or origin(answer.url) != origin(url):
+                # Only the registry itself may ask for our account: not where it sends us, for blobs or uploads.
+                if answer.status != 401 or last or origin(answer.url) != origin(self._root()):
                     yield answer
                     return
                 self._refused(answer, wanted)
