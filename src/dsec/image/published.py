@@ -138,8 +138,17 @@ def push_now(store: EnvironmentStore, request: PushRequest, report: Report) -> E
             name=name, layers=locked.digests(), config=config, source=info.source, created_at=info.created_at
         )
         progress(report, "publish", f"naming it {name}")
-        place.put(image_path(name), codec.to_json(image))
+        content = codec.to_json(image)
+        if _present(place, name) != content:
+            place.put(image_path(name), content)
         return info
+
+
+def _present(place: Place, name: str) -> bytes | None:
+    try:
+        return place.get(image_path(name))
+    except NotFoundError:
+        return None
 
 
 def _check_kinds(name: str, layers: tuple[LayerLocation, ...]) -> None:
