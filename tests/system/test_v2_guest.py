@@ -49,8 +49,8 @@ DELEGATED = (
 )
 # A file system with project quota, which not every kernel has.
 WITH_QUOTA = (
-    "umount /tmp && mke2fs -q -F -t ext4 -O quota,project -E quotatype=prjquota /dev/vda"
-    " && mount -o prjquota /dev/vda /tmp && chmod 1777 /tmp"
+    "umount /tmp && /sbin/mke2fs -q -F -t ext4 -O quota,project -E quotatype=prjquota /dev/vda"
+    " && /bin/mount -o prjquota /dev/vda /tmp && chmod 1777 /tmp"
 )
 QUOTA_TESTS = (
     "tests/system/test_container_disk.py::test_a_sandbox_is_full_at_its_limit_and_says_how_full_it_is[project]",
