@@ -7,6 +7,7 @@ Writes figures and pictures into docs/benchmarks.md and docs/benchmarks/, or, wi
 `python -m bench soak --count N`: creates, then execs, of which the last cost what the first did, alone.
 `python -m bench burst`: many sandboxes at once of an environment in a far store, alone.
 `python -m bench environments`: making layers, mounting them, sandboxes of 1, 5 and 61, ways of reading, alone.
+`python -m bench snapshots`: for how long snapshots stop a sandbox, what they and forks take, alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import dsec
-from bench import burst, density, environments, machine, peers, plots, report, soak, transfers
+from bench import burst, density, environments, machine, peers, plots, report, snapshots, soak, transfers
 from bench.cost import Cost
 from bench.series import Measure, Series, interleave, timed
 from bench.service import PrivateService, private_service
@@ -46,6 +47,7 @@ def main() -> None:
         ("soak", soak.main),
         ("burst", burst.main),
         ("environments", environments.main),
+        ("snapshots", snapshots.main),
     ):
         if sys.argv[1:2] == [name]:
             run(sys.argv[2:])

@@ -143,30 +143,36 @@ class Mirror:
         pool = os.open(self.place / "pool", _DIRECTORY | os.O_CLOEXEC)
         seen: set[int] = set()
         try:
-            for directory, item, info in self._walk(exact):
+            for directory, depth, name, info in self._walk(exact):
                 done.entries += 1
                 if done.entries > limits.IMAGE_ENTRIES_MAX:
                     raise LimitError(f"the sandbox has written more than {limits.IMAGE_ENTRIES_MAX} files")
                 if deadline_s is not None and done.entries % _DEADLINE_EVERY == 0:
                     _check_deadline(deadline_s)
-                hot = doubted is None or info.st_ino in doubted
-                hot = hot or (began_ns is not None and info.st_ctime_ns >= began_ns - _TICK_NS)
-                if info.st_ino not in seen or stat.S_ISDIR(info.st_mode):
-                    seen.add(info.st_ino)
-                    if stat.S_ISREG(info.st_mode):
+                mode, ino = info.st_mode, info.st_ino
+                if ino not in seen:
+                    seen.add(ino)
+                    if stat.S_ISREG(mode):
                         done.content_bytes += info.st_size
                         if done.content_bytes > limits.IMAGE_BYTES_MAX:
                             raise LimitError(f"the sandbox has written more than {format_size(limits.IMAGE_BYTES_MAX)}")
+                    hot = doubted is None or ino in doubted
+                    hot = hot or (began_ns is not None and info.st_ctime_ns >= began_ns - _TICK_NS)
                     try:
-                        self._learn(directory, item, info, pool, done, deadline_s, good=not hot)
+                        self._learn(directory, depth, name, info, pool, done, deadline_s, good=not hot)
                     except OSError as error:
                         if exact or error.errno not in _GONE:
                             raise
                         continue
-                known = self._known.get(info.st_ino)
+                known = self._known.get(ino)
                 if known is None:  # another of its names went away before it was copied
                     continue
-                self._items.append(self._kept(item._replace(target=known.target, xattrs=known.xattrs)))
+                uid, gid = info.st_uid, info.st_gid
+                if uid > limits.IMAGE_ID_MAX or gid > limits.IMAGE_ID_MAX:
+                    uid, gid, mode = self._squashed(uid, gid, mode)
+                self._items.append(
+                    _Item(depth, name, mode, ino, uid, gid, info.st_mtime_ns, known.target, known.xattrs)
+                )
             self._forget(seen, pool)
         finally:
             os.close(pool)
@@ -175,7 +181,8 @@ class Mirror:
     def _learn(
         self,
         directory: int,
-        item: _Item,
+        depth: int,
+        name: bytes,
         info: os.stat_result,
         pool: int,
         done: Pass,
@@ -191,41 +198,38 @@ class Mirror:
         self._known.pop(info.st_ino, None)
         fresh = _Known(*key, good=good)
         if stat.S_ISREG(info.st_mode):
-            fd = _open(directory, item.name, _FILE)
+            fd = _open(directory, name, _FILE)
             try:
                 if not _is(fd, info):
                     raise OSError(errno.ESTALE, "replaced meanwhile")
-                fresh.xattrs = _xattrs(fd, item.name)
+                fresh.xattrs = _xattrs(fd, name)
                 self._copy(fd, b"%d" % info.st_ino, pool, info.st_size, deadline_s)
             finally:
                 os.close(fd)
             done.copied_files += 1
             done.copied_bytes += info.st_size
         elif stat.S_ISDIR(info.st_mode):
-            fd = os.dup(directory) if not item.depth else _open(directory, item.name, _DIRECTORY)
+            fd = os.dup(directory) if not depth else _open(directory, name, _DIRECTORY)
             try:
-                fresh.xattrs = _xattrs(fd, item.name)
+                fresh.xattrs = _xattrs(fd, name)
             finally:
                 os.close(fd)
         elif stat.S_ISLNK(info.st_mode):
-            fresh.target = os.readlink(item.name, dir_fd=directory)
+            fresh.target = os.readlink(name, dir_fd=directory)
         self._known[info.st_ino] = fresh
 
-    def _kept(self, item: _Item) -> _Item:
+    def _squashed(self, uid: int, gid: int, mode: int) -> tuple[int, int, int]:
         """A sandbox has no ids above 65,534 for files: a set-user-id file of the agent's id would be the agent."""
-        if item.uid <= limits.IMAGE_ID_MAX and item.gid <= limits.IMAGE_ID_MAX:
-            return item
         self.dropped.squashed += 1
-        return item._replace(
-            uid=item.uid if item.uid <= limits.IMAGE_ID_MAX else _NOBODY,
-            gid=item.gid if item.gid <= limits.IMAGE_ID_MAX else _NOBODY,
-            mode=item.mode & ~_SET_IDS,
+        return (
+            uid if uid <= limits.IMAGE_ID_MAX else _NOBODY,
+            gid if gid <= limits.IMAGE_ID_MAX else _NOBODY,
+            mode & ~_SET_IDS,
         )
 
-    def _walk(self, exact: bool) -> Iterator[tuple[int, _Item, os.stat_result]]:
-        """(open directory, entry, what stat says), the top first. Descriptors are good until the next step."""
-        top = os.fstat(self.source)
-        yield self.source, _item(0, b"", top), top
+    def _walk(self, exact: bool) -> Iterator[tuple[int, int, bytes, os.stat_result]]:
+        """(open directory, depth, name, what stat says), the top first. Descriptors are good until the next step."""
+        yield self.source, 0, b"", os.fstat(self.source)
         stack: list[tuple[int, Iterator[os.DirEntry[str]]]] = [(self.source, _entries(self.source))]
         try:
             while stack:
@@ -242,7 +246,7 @@ class Mirror:
                     if stat.S_ISDIR(info.st_mode):
                         child = self._enter(here, name, len(stack))
                         stack.append((child, iter(())))
-                        yield here, _item(len(stack) - 1, name, info), info
+                        yield here, len(stack) - 1, name, info
                         stack[-1] = (child, _entries(child))
                         continue
                 except OSError as error:
@@ -252,7 +256,7 @@ class Mirror:
                 if (stat.S_ISCHR(info.st_mode) and info.st_rdev != 0) or stat.S_ISBLK(info.st_mode):
                     self.dropped.devices += 1
                     continue
-                yield here, _item(len(stack), name, info), info
+                yield here, len(stack), name, info
         finally:
             for fd, _ in stack[1:]:
                 os.close(fd)
@@ -393,10 +397,6 @@ class Mirror:
                 os.close(fd)
         for ino in placed:
             os.unlink(b"%d" % ino, dir_fd=pool)
-
-
-def _item(depth: int, name: bytes, info: os.stat_result) -> _Item:
-    return _Item(depth, name, info.st_mode, info.st_ino, info.st_uid, info.st_gid, info.st_mtime_ns, None, None)
 
 
 def _make_special(here: int, item: _Item) -> None:
