@@ -8,7 +8,6 @@ import errno
 import os
 import secrets
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -23,17 +22,6 @@ _TRIAL_BYTES: Final = 1 * MIB
 _STEP: Final = 64 * 1024
 _NOBODY: Final = 65_534
 _WRITER_S: Final = 30.0
-_WRITER: Final = """
-import errno, os, sys
-try:
-    fd = os.open("file", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    for _ in range(int(sys.argv[1]) // 65536):
-        os.write(fd, bytes(65536))
-        os.fdatasync(fd)
-    print(0)
-except OSError as error:
-    print(errno.errorcode.get(error.errno, error.errno))
-"""
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -113,22 +101,26 @@ def _on_image(trial: Path) -> str | None:
 
 def _fill_as_nobody(directory: Path) -> str | None:
     """Quotas do not hold who has CAP_SYS_RESOURCE. (An overlay gives it up for those who write through it.)"""
-    words = [sys.executable, "-I", "-S", "-c", _WRITER, str(4 * _TRIAL_BYTES)]
+    # Not our own interpreter, which nobody may be able to run where it lies.
+    words = ["dd", "if=/dev/zero", "of=file", f"bs={_STEP}", f"count={4 * _TRIAL_BYTES // _STEP}", "oflag=dsync"]
     done = subprocess.run(
         words,
         cwd=directory,
         user=_NOBODY,
         group=_NOBODY,
         extra_groups=[],
+        env={"PATH": os.defpath, "LC_ALL": "C"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=_WRITER_S,
         check=False,
     )
-    said = done.stdout.decode("ascii", "replace").strip()
-    if said in {errno.errorcode[number] for number in _FULL}:
+    if done.returncode == 0:
+        return "a file grew beyond the limit"
+    said = done.stderr.decode("ascii", "replace").strip()
+    if any(os.strerror(number) in said for number in _FULL):
         return None
-    return "a file grew beyond the limit" if said == "0" else f"nobody could write: {said or done.returncode}"
+    return f"nobody could write: {said[:200] or done.returncode}"
 
 
 def _fill(directory: int) -> str | None:
