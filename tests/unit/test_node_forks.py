@@ -28,7 +28,7 @@ from dsec.wire import records
 from dsec.wire.node import Method
 from dsec.wire.snapshots import Fork, Forked, ForkRequest, Rollback, RollbackRequest
 from tests.node_calls import create, destroy, get, host_of, start
-from tests.unit.test_node_snapshots import create_on, listed, make_file, read, remove, take
+from tests.unit.test_node_snapshots import create_on, held_at, listed, make_file, read, remove, take
 
 
 @pytest.fixture
@@ -136,9 +136,11 @@ async def test_a_failure_at_any_step_leaves_no_fork(client: NodeClient) -> None:
 
 
 async def test_a_caller_that_goes_away_leaves_no_fork(tmp_path: Path) -> None:
-    host = FakeHost(delay_s=lambda step: 0.2 if step == "create.agent" else 0.0)
+    host, gate = held_at("create.agent")
+    gate.set()
     async with fake_node(tmp_path, host=host) as client:
         sandbox = await create(client)
+        gate.clear()
         forking = asyncio.create_task(fork(client, sandbox.id, 3))
         await eventually(lambda: len(living(client)) == 4)
         forking.cancel()
@@ -278,14 +280,18 @@ async def test_to_a_snapshot_that_is_not_there_nothing_goes(client: NodeClient) 
 
 
 async def test_a_rollback_and_a_snapshot_at_once_are_a_conflict(tmp_path: Path) -> None:
-    host = FakeHost(delay_s=lambda step: 0.3 if step == "snapshot.keep" else 0.0)
+    host, gate = held_at("snapshot.keep")
+    gate.set()
     async with fake_node(tmp_path, host=host) as client:
         sandbox = await create(client)
         await take(client, sandbox.id, "one")
+        gate.clear()
         taking = asyncio.create_task(take(client, sandbox.id, "two"))
-        await asyncio.sleep(0.1)
+        supervisor = client.node.registry.find(sandbox.id)
+        await eventually(lambda: supervisor._disk_change is not None)  # type: ignore[union-attr]
         with pytest.raises(SandboxStateError):
             await roll_back(client, sandbox.id, "one")
+        gate.set()
         await taking
         await roll_back(client, sandbox.id, "two")
 
@@ -326,18 +332,20 @@ async def test_a_node_killed_before_the_decision_leaves_the_old_and_after_it_the
         await make_file(client, sandbox.id, "old")
         snapshot = await take(client, sandbox.id)
         await make_file(client, sandbox.id, "new")
-        claim = node.journal.claim
+        claim, reached = node.journal.claim, asyncio.Event()
 
-        async def killed(*arguments: Any, claim: Any = claim, decided: bool = decided) -> None:
+        async def killed(
+            *arguments: Any, claim: Any = claim, decided: bool = decided, reached: asyncio.Event = reached
+        ) -> None:
             if decided:
                 await claim(*arguments)
+            reached.set()
             await asyncio.Event().wait()
 
         with monkeypatch.context() as patch:
             patch.setattr(node.journal, "claim", killed)
             rolling = asyncio.create_task(roll_back(client, sandbox.id, snapshot.id))
-            await eventually(lambda: len(host.sandboxes) == 2)
-            await asyncio.sleep(0.1)
+            await reached.wait()
             # What a killed process would not have done any more.
             patch.setattr(node.rollbacks, "_discard", killed)
             await crash(node)

@@ -67,6 +67,16 @@ async def make_file(client: NodeClient, sandbox: str, text: str) -> None:
     assert (await start(client, sandbox, shell=CONTENT.format(text))).exec.exit_code == 0
 
 
+def held_at(step: str) -> tuple[FakeHost, asyncio.Event]:
+    """A host on which this step takes until the event is set."""
+    gate = asyncio.Event()
+
+    async def sleep(_: float) -> None:
+        await gate.wait()
+
+    return FakeHost(sleep=sleep, delay_s=lambda name: 1.0 if name == step else 0.0), gate
+
+
 # ---- what is in one ------------------------------------------------------------------------------
 
 
@@ -296,7 +306,7 @@ async def test_a_record_that_cannot_be_written_is_no_snapshot(
 
 
 async def test_two_snapshots_of_one_sandbox_at_once_are_a_conflict(tmp_path: Path) -> None:
-    host = FakeHost(delay_s=lambda step: 0.3 if step == "snapshot.take" else 0.0)
+    host, gate = held_at("snapshot.take")
     async with fake_node(tmp_path, host=host) as client:
         sandbox, other = await create(client), await create(client)
         first = asyncio.create_task(take(client, sandbox.id, "one"))
@@ -304,6 +314,7 @@ async def test_two_snapshots_of_one_sandbox_at_once_are_a_conflict(tmp_path: Pat
 
         with pytest.raises(SandboxStateError, match="snapshot"):
             await take(client, sandbox.id, "two")
+        gate.set()
         await take(client, other.id, "three")
 
         assert (await first).name == "one"
@@ -322,12 +333,13 @@ async def test_use_of_a_sandbox_waits_for_the_moment_of_its_snapshot(tmp_path: P
 
 
 async def test_a_sandbox_that_is_destroyed_meanwhile_has_no_snapshot(tmp_path: Path) -> None:
-    host = FakeHost(delay_s=lambda step: 0.3 if step == "snapshot.look" else 0.0)
+    host, gate = held_at("snapshot.look")
     async with fake_node(tmp_path, host=host) as client:
         sandbox = await create(client)
         taking = asyncio.create_task(take(client, sandbox.id, "one"))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         await destroy(client, sandbox.id)
+        gate.set()
 
         with pytest.raises(DsecError) as failed:
             await taking
@@ -336,13 +348,14 @@ async def test_a_sandbox_that_is_destroyed_meanwhile_has_no_snapshot(tmp_path: P
 
 
 async def test_a_caller_that_goes_away_has_made_nothing_and_the_sandbox_runs(tmp_path: Path) -> None:
-    host = FakeHost(delay_s=lambda step: 0.3 if step.startswith("snapshot.") else 0.0)
+    host, gate = held_at("snapshot.take")
     async with fake_node(tmp_path, host=host) as client:
         sandbox = await create(client)
         taking = asyncio.create_task(take(client, sandbox.id, "one"))
         await eventually(lambda: client.node.registry.find(sandbox.id).state == "pausing")  # type: ignore[union-attr]
         taking.cancel()
         await asyncio.wait([taking])
+        gate.set()
 
         assert (await start(client, sandbox.id, "true")).exec.exit_code == 0
         assert (await listed(client)).snapshots == []
