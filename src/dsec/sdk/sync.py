@@ -819,7 +819,7 @@ class Sandbox(Blocking[AsyncSandbox]):
     def snapshot(self, name: str | None = None, *, idempotency_key: str | None = None) -> Snapshot:
         """Keeps what it has on its disk now, by a name that is unique in its project (default: the snapshot's id).
 
-        It stands still for a moment, and goes on. Processes, memory and `/dev/shm` are not kept.
+        It stands still for a moment, and goes on. Processes, memory, `/dev/shm` and volumes are not kept.
         Raises ConflictError (the name is taken, or another snapshot of it is being made), CapacityError, DeadlineError
         when it writes more than can be copied in the time for which it may stand still.
         """
