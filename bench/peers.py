@@ -70,12 +70,13 @@ def floor(program: Path, rootfs: Path, repetitions: int = 5) -> Measure:
     return run
 
 
-def bwrap(rootfs: Path) -> Measure | None:
+def bwrap(rootfs: Path, program_in: tuple[str, ...] = ("true",)) -> Measure | None:
     """A namespace sandbox without limits, id range or network set-up, as people use it bare."""
     program = shutil.which("bwrap")
     if program is None:
         return None
-    command = [program, "--unshare-all", "--ro-bind", str(rootfs), "/", "--proc", "/proc", "--dev", "/dev", "true"]
+    command = [program, "--unshare-all", "--ro-bind", str(rootfs), "/", "--proc", "/proc", "--dev", "/dev"]
+    command += program_in
     return timed(lambda: subprocess.run(command, check=True, capture_output=True, timeout=_RUN_S))
 
 

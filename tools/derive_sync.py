@@ -207,7 +207,7 @@ def arguments(node: Function) -> list[ast.arg]:
 
 
 def is_callback(argument: ast.arg) -> bool:
-    return argument.annotation is not None and "Call" in ast.unparse(argument.annotation)
+    return argument.annotation is not None and "Callable" in ast.unparse(argument.annotation)
 
 
 def signature(node: Function) -> str:

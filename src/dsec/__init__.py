@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from dsec.core.spec import Environment as Environment
     from dsec.core.spec import ReadyProbe as ReadyProbe
     from dsec.core.spec import VolumeMount as VolumeMount
+    from dsec.sdk.calls import CallResult as CallResult
+    from dsec.sdk.calls import make_call as make_call
     from dsec.sdk.client import AsyncClient as AsyncClient
     from dsec.sdk.client import AsyncCreated as AsyncCreated
     from dsec.sdk.environments import BASE_PACKAGES as BASE_PACKAGES
@@ -71,6 +73,9 @@ if TYPE_CHECKING:
     from dsec.sdk.transfer import Transfer as Transfer
     from dsec.sdk.volumes import AsyncVolumes as AsyncVolumes
     from dsec.wire import records as _records
+    from dsec.wire.calls import CallCase as CallCase
+    from dsec.wire.calls import CallRequest as CallRequest
+    from dsec.wire.calls import Checker as Checker
     from dsec.wire.collect import GcReport as GcReport
     from dsec.wire.environments import BuildEvent as BuildEvent
     from dsec.wire.environments import DebianSource as DebianSource
@@ -129,6 +134,10 @@ _NAMES: Final[dict[str, str]] = {
     "AsyncVolumes": "dsec.sdk.volumes",
     "AsyncWatch": "dsec.sdk.files",
     "BuildEvent": "dsec.wire.environments",
+    "CallCase": "dsec.wire.calls",
+    "CallRequest": "dsec.wire.calls",
+    "CallResult": "dsec.sdk.calls",
+    "Checker": "dsec.wire.calls",
     "Chunk": "dsec.sdk.results",
     "Client": "dsec.sdk.sync",
     "CommandError": "dsec.core.errors",
@@ -188,6 +197,7 @@ _NAMES: Final[dict[str, str]] = {
     "Watch": "dsec.sdk.sync",
     "WatchNotice": "dsec.wire.records",
     "create_many": "dsec.sdk.sync",
+    "make_call": "dsec.sdk.calls",
 }
 
 

@@ -84,6 +84,7 @@ def _walk(record: type[msgspec.Struct], table: str) -> Iterator[Setting]:
 def _default(field: Any) -> str:
     if field.default_factory is dict:
         return "none"
+        return "empty"
     if field.default is msgspec.NODEFAULT:
         return _DIRECTORIES[field.name]
     if field.default is None:

@@ -187,6 +187,8 @@ pub fn is_made_when_read(file: &impl AsRawFd) -> bool {
 pub struct DiskSpace {
     pub used_bytes: u64,
     pub total_bytes: u64,
+    /// Files, directories and whatever else has an inode.
+    pub used_inodes: u64,
 }
 
 pub fn disk_space(path: &CStr) -> io::Result<DiskSpace> {
@@ -199,5 +201,6 @@ pub fn disk_space(path: &CStr) -> io::Result<DiskSpace> {
     Ok(DiskSpace {
         used_bytes: facts.f_blocks.saturating_sub(facts.f_bfree) * facts.f_frsize,
         total_bytes: facts.f_blocks * facts.f_frsize,
+        used_inodes: facts.f_files.saturating_sub(facts.f_ffree),
     })
 }

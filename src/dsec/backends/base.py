@@ -86,6 +86,7 @@ class InstanceSpec:
     workdir: str | None
     spare: bool = False  # for nobody yet: it runs nothing before it is claimed
     volumes: tuple[VolumeSource, ...] = ()
+    upper_in_memory: bool = False  # what it writes is in memory whatever its disk would be, and goes with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,23 @@ class Instance(Protocol):
         ...
 
     async def usage(self) -> InstanceUsage: ...
+
+    async def bound_memory(self, memory_bytes: int) -> None:
+        """Another limit than that of its spec from now on. What it uses already may be above: then that is the limit,
+        as near as the kernel comes. Raises HostError, or UnsupportedError where capabilities have no such limit."""
+        ...
+
+    def memory_now(self) -> int | None:
+        """What it uses, in bytes. None: this host cannot tell."""
+        ...
+
+    def forget_memory_peak(self) -> None:
+        """`memory_events` tells the peak from now on, where the host can do that; else None."""
+        ...
+
+    def memory_events(self) -> tuple[int | None, int]:
+        """The peak in bytes, and processes killed for memory so far."""
+        ...
 
     async def pause(self, *, deadline_s: float) -> None:
         """Nothing inside runs afterwards. Raises FreezeTimeoutError, and then everything runs on."""

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 import typer
 
 from dsec.cli import (
+    calls,
     completion,
     doctor,
     environments,
@@ -81,8 +82,9 @@ def _warn() -> None:
         complain(f"warning: {name} is no variable of dsec{f'; did you mean {meant}?' if meant else ' and is ignored'}")
 
 
-for part in (service, doctor, processes, logs, top, lists, shell, files, gc, snapshots):
+for part in (service, doctor, processes, calls, logs, top, lists, shell, files, gc, snapshots):
     part.register(app)
+app.add_typer(calls.app, name="calls")
 app.add_typer(environments.app, name="env")
 app.add_typer(layers.app, name="layer")
 app.add_typer(images.app, name="image")

@@ -91,6 +91,22 @@ PAGES: Final[dict[str, Page]] = {
         _RESULT + "; with --detach sandbox and exec",
         _OF_COMMANDS,
     ),
+    "call": Page(
+        "The code goes to a container that was made before, alone with its files, and nothing of it stays. TYPE says "
+        "what it is and how it is run; compiled types are compiled first. What it needs beside the code comes with "
+        "--file. Words after CODE are its arguments.\n\n"
+        "The exit status is the program's, 128 + n when signal n ended it, 124 at its time limit, 137 at its memory "
+        "limit.",
+        (
+            ("dsec call python -c 'print(1 + 1)'", "code from the command line"),
+            ("dsec call cpp main.cpp --stdin < input", "a file, compiled and run, with our standard input"),
+            ("dsec call python solve.py --file data.csv --collect out.png", "with a file, and one given back"),
+        ),
+        "status, compile, run, files (of --collect), missing, queued_s and took_s; output in base64",
+        _OF_COMMANDS,
+    ),
+    "calls types": Page("", (("dsec calls types", "what can be called"),), "a list of TaskTypeInfo records"),
+    "calls pools": Page("", (("dsec calls pools", "the containers for calls, now"),), "a list of CallPool records"),
     "logs": Page(
         "Without EXEC the sandbox's commands are listed. EXEC is an id, `main` for the environment's own program, or "
         "`latest` for the one started last. Old records make room for new ones, and all go with their sandbox. "

@@ -129,6 +129,29 @@ BUILD_LOG_LINE_BYTES_MAX: Final = 2_000  # what a package says while it is set u
 BUILDS_MAX: Final = 4  # at once in one process: each may take a core and gigabytes of disk
 BUILD_TIMEOUT_S_DEFAULT: Final = 3_600.0  # a large set of packages over a slow line
 
+# Calls
+CALL_WALL_S_DEFAULT: Final = 10.0  # one run: what reward functions and judge cases stay below
+CALL_WALL_S_MAX: Final = 3_600.0  # an hour; what runs longer wants a sandbox of its own
+CALL_COMPILE_S_DEFAULT: Final = 30.0  # a few files of C++ with heavy headers
+CALL_QUEUE_S_DEFAULT: Final = 60.0  # a burst of thousands drains meanwhile, and a caller learns in time if it does not
+CALL_QUEUE_S_MAX: Final = 3_600.0  # what waits longer is not waiting for a call
+CALL_OUTPUT_BYTES_DEFAULT: Final = 1 * MIB  # each of stdout and stderr, held in memory until the answer is sent
+CALL_OUTPUT_BYTES_MAX: Final = 16 * MIB  # the answer is one body, in memory on every way station
+CALL_CODE_BYTES_MAX: Final = 1 * MIB  # source text; larger data comes as files
+CALL_FILES_MAX: Final = 256  # files of one call, each way
+CALL_FILES_BYTES_MAX: Final = 16 * MIB  # content that a call gives back, all files together; the answer is one body
+CALL_ANSWER_BYTES_MAX: Final = 32 * MIB  # output of all cases of a call together; the answer is one body
+CALL_PATH_BYTES_MAX: Final = 1_024  # below PATH_BYTES_MAX by far more than the call's own directory adds
+CALL_PATH_PARTS_MAX: Final = 32  # directories that are made for one file
+CALL_CASES_MAX: Final = 1_000  # runs of one call; its place is taken for as long
+CALL_MEMORY_BYTES_MIN: Final = 8 * MIB  # below it an interpreter that is forked has no room to begin
+CALL_PIDS_DEFAULT: Final = 64  # a JVM and its threads
+CALL_PIDS_MAX: Final = 4_096  # of one call; the place's own bound is above
+CALL_FILE_BYTES_DEFAULT: Final = 64 * MIB  # one file; all are in memory and count against its limit
+CALLS_QUEUED_MAX: Final = 10_000  # waiting on one node, each with its body in memory; beyond it 429
+CALL_PLACES_MAX: Final = 64  # containers for calls of one node: each takes an id range that a sandbox could have
+CALL_POOLS_MAX: Final = 64  # of one node; the one without calls for the longest time makes room
+
 # API
 BODY_BYTES_MAX: Final = 4 * MIB  # JSON bodies; file bodies are streamed and have no bound but the disk
 BODIES_BYTES_MAX: Final = 256 * MIB  # JSON bodies of all requests under way; beyond it 429

@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dsec.core.errors import HostError
+from dsec.core.errors import HostError, UnsupportedError
 
 LIMIT_CONTROLLERS = ("memory", "cpu", "pids")
 _CPU_PERIOD_US = 100_000
@@ -204,6 +204,30 @@ def _hand_down(directory: Path, controllers: frozenset[str]) -> None:
     missing = controllers - set(file.read_text().split() if file.exists() else ())
     if missing:
         file.write_text(" ".join(f"+{controller}" for controller in sorted(missing)))
+
+
+def set_memory_limit(v2: str | None, v1: str | None, memory_bytes: int) -> None:
+    """Of one sandbox that runs, in these directories. Raises OSError; UnsupportedError where memory is not limited.
+
+    On v1 memory with swap is never below memory alone, so the order depends on the direction; and what is used already
+    cannot be cut off: then the limit is set where the use is.
+    """
+    if v2 is not None and Path(v2, "memory.max").exists():
+        Path(v2, "memory.max").write_text(str(memory_bytes))
+        return
+    if v1 is None:
+        raise UnsupportedError("this host does not limit memory", hint="see `dsec doctor`")
+    files = [file for name in ("memory.limit_in_bytes", _V1_SWAP) if (file := Path(v1, name)).exists()]
+    if (read_number(files[0]) or 0) < memory_bytes:
+        files.reverse()
+    for file in files:
+        try:
+            file.write_text(str(memory_bytes))
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            used = read_number(Path(v1, "memory.usage_in_bytes")) or memory_bytes
+            file.write_text(str(max(used + used // 8, memory_bytes)))
 
 
 def remove_parent(host: CgroupHost, parent: str) -> None:

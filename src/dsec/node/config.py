@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dsec.backends.fncall.calls import CallsConfig
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.spec import Substrate
@@ -70,6 +71,7 @@ class NodeConfig:
     warm: WarmConfig = WarmConfig()
     collect: CollectConfig = CollectConfig()
     datasets: Mapping[str, Path] = field(default_factory=dict)  # directories of the host that sandboxes may read
+    calls: CallsConfig = field(default_factory=CallsConfig)
 
     def __post_init__(self) -> None:
         if not 1 <= self.sandboxes_max <= limits.SANDBOXES_PER_NODE_MAX:

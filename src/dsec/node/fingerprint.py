@@ -120,7 +120,7 @@ def _root() -> Finding:
 
 def _programs() -> Finding:
     try:
-        places = {find_binary(name).parent for name in ("dsec-launch", "dsec-agent")}
+        places = {find_binary(name).parent for name in ("dsec-launch", "dsec-agent", "dsec-call")}
     except HostError as error:
         return Finding(what="programs", status=MISSING, detail=error.message, hint=error.hint)
     return Finding(what="programs", status=OK, detail=f"in {', '.join(map(str, places))}")

@@ -11,14 +11,24 @@ from contextlib import suppress
 from typing import Final
 
 from dsec.backends.base import Backend
+from dsec.backends.fncall.calls import Calls
+from dsec.binaries import find_binary
 from dsec.core.clock import Clock, SystemClock
-from dsec.core.errors import DsecError, HostError, NodeRetiredError, SandboxNotFoundError, StorageError
+from dsec.core.errors import (
+    DsecError,
+    HostError,
+    NodeRetiredError,
+    SandboxNotFoundError,
+    StorageError,
+    UnsupportedError,
+)
 from dsec.core.ids import NodeId, node_of, parse_sandbox_id
 from dsec.core.limits import COLLAPSE_ABOVE
 from dsec.core.spec import Substrate
 from dsec.core.states import EndCause
 from dsec.node.admission import Room, memory_promised_max
 from dsec.node.adoption import Adoption
+from dsec.node.calls import CallPlaces
 from dsec.node.census import Known, Places
 from dsec.node.collecting import Collector
 from dsec.node.config import NodeConfig
@@ -102,6 +112,8 @@ class Node:
         self.warm: WarmPool
         self.volumes: Volumes
         self.collector: Collector
+        self.calls: Calls
+        self._call_places: CallPlaces
         self._services: Services
         self._reaper: Reaper
 
@@ -149,6 +161,10 @@ class Node:
         self.warm = WarmPool(self._services, self.backends.__getitem__, self.environments, self.room, boot)
         store = await asyncio.to_thread(SnapshotStore, self.config.snapshots_dir)
         self.snapshots = Snapshots(self._services, self.registry, self.environments, store, self._tidy_environments)
+        self._call_places = CallPlaces(
+            self._services, self._backend, self.environments, self.room, boot, self.config.calls
+        )
+        self.calls = Calls(self.config.calls, self._call_places.launch, lambda: find_binary("dsec-call"))
         self.creation = Creation(
             self._services,
             self.registry,
@@ -177,6 +193,7 @@ class Node:
         self._reaper.start(self._tasks)
         self.warm.start()
         self._tasks.spawn(self.volumes.clean())
+        self.calls.start()
         self._tasks.spawn(self._housekeep())
         self._tasks.spawn(self._tidy_environments())
         self.started_at = self.clock.wall_s()
@@ -188,6 +205,9 @@ class Node:
         self._closed = True
         if hasattr(self, "_services"):
             await self._leave_sandboxes()
+        if hasattr(self, "calls"):
+            await self.calls.close()
+            await self._call_places.close()
         if hasattr(self, "warm"):
             await self.warm.close()
         await self._tasks.close()
@@ -289,6 +309,12 @@ class Node:
         found = self.registry.find(id)
         if found is not None and reaches(project, found.row.project):
             await self.adoption.settled(id)
+
+    def _backend(self, substrate: Substrate) -> Backend:
+        found = self.backends.get(substrate)
+        if found is None:
+            raise UnsupportedError(f"this node does not offer the substrate {substrate}, which calls need")
+        return found
 
     def load(self) -> NodeLoad:
         config = self.config

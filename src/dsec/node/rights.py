@@ -28,6 +28,8 @@ _READ: Final = (
     Method.VOLUME_GET,
     Method.SNAPSHOT_LIST,
     Method.SNAPSHOT_GET,
+    Method.CALL_TYPES,
+    Method.CALL_POOLS,
 )
 _ADMIN: Final = (
     Method.GC,

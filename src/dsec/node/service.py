@@ -36,6 +36,7 @@ from dsec.observe.context import ids
 from dsec.observe.logs import get_logger
 from dsec.wire import node as wire
 from dsec.wire import records, snapshots
+from dsec.wire.calls import CallAnswer, CallPoolPage, CallRequest, TaskTypePage
 from dsec.wire.codec import pack, unpack
 from dsec.wire.collect import GcReport, GcRequest
 from dsec.wire.environments import BuildRequest, EnvironmentPage, EnvironmentRef, PushRequest
@@ -94,6 +95,9 @@ class Service:
             Method.VOLUME_REMOVE: (VolumeRef, self._volume_remove),
             **desk.unary(),
             Method.GC: (GcRequest, self._gc),
+            Method.CALL: (CallRequest, self._run_call),
+            Method.CALL_TYPES: (wire.Nothing, self._call_types),
+            Method.CALL_POOLS: (wire.Nothing, self._call_pools),
             Method.DOCTOR: (wire.Nothing, self._doctor),
             Method.HEALTH: (wire.Nothing, self._health),
             **{method: (wire.FileCall, self._file_call(method)) for method in _FILE_CALLS},
@@ -350,6 +354,8 @@ class Service:
 
     async def _environment_remove(self, request: EnvironmentRef, caller: Caller, _: str | None) -> Done:
         live = self._node.layers_in_use()
+        live = {digest for sandbox in self._node.registry for digest in sandbox.row.layers}
+        await self._node.calls.drop({request.name})
         await self._node.warm.drop((await self._node.environments.get(request.name)).layers)
         await self._node.environments.remove(request.name, live=live)
         await self._node.let_layers_go()
@@ -423,6 +429,17 @@ class Service:
 
     async def _gc(self, request: GcRequest, caller: Caller, _: str | None) -> GcReport:
         return await self._node.collector.collect(dry_run=request.dry_run)
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    async def _run_call(self, request: CallRequest, caller: Caller, _: str | None) -> CallAnswer:
+        return await self._node.calls.call(request, caller.project)
+
+    async def _call_types(self, request: wire.Nothing, caller: Caller, _: str | None) -> TaskTypePage:
+        return TaskTypePage(self._node.calls.list_types())
+
+    async def _call_pools(self, request: wire.Nothing, caller: Caller, _: str | None) -> CallPoolPage:
+        return CallPoolPage(self._node.calls.list_pools())
 
     async def _doctor(self, request: wire.Nothing, caller: Caller, _: str | None) -> records.DoctorReport:
         return await examine(self._node)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -23,6 +23,7 @@ from dsec.core.spec import Substrate
 from dsec.node.admission import Room
 from dsec.node.demand import Demand, demand_after, demand_later, next_change
 from dsec.node.environments import Environments, Hold
+from dsec.node.removal import Removal
 from dsec.node.rows import SpareRow
 from dsec.node.services import Services
 from dsec.node.tasks import Tasks
@@ -90,6 +91,7 @@ class WarmPool:
         self._changed = asyncio.Event()
         self._making = asyncio.Lock()
         self._tasks = Tasks("the spares")
+        self._removal = Removal(services, self._tasks, backends)
         self._creating = 0
         self._closed = False
 
@@ -109,7 +111,7 @@ class WarmPool:
     def discard_left(self) -> None:
         """Spares of an earlier process: nobody has claimed them, and nobody will."""
         for row in self._services.journal.spares():
-            self._tasks.spawn(self._discard(row))
+            self._tasks.spawn(self._removal.discard(row))
 
     def start(self) -> None:
         if self.enabled:
@@ -117,7 +119,7 @@ class WarmPool:
 
     async def close(self) -> None:
         """Removes all of them. One that resists is tried again by the next process."""
-        self._closed = True
+        self._closed = self._removal.closed = True
         await self._tasks.settle()
         left = [spare for shelf in self._shelves.values() for spare in shelf.spares]
         self._shelves.clear()
@@ -262,7 +264,7 @@ class WarmPool:
             hold.release()
             if record:
                 row = SpareRow(id=id, substrate=str(key[0]), boot_id=self._boot_id, record=record)
-                self._tasks.spawn(self._discard(row), finishes=True)
+                self._tasks.spawn(self._removal.discard(row), finishes=True)
             raise
         memory_bytes = (usage.memory_bytes or 0) + _OF_NODE_BYTES
         return Spare(id, key, instance, client, hold, self._now(), memory_bytes)
@@ -305,13 +307,9 @@ class WarmPool:
                 moments.append(shelf.spares[0].made_at + config.age_s_max)
         return min(moments)
 
-    async def _discard(self, row: SpareRow) -> None:
-        backend = self._backends(Substrate(row.substrate))
-        await self._until_done(lambda: backend.discard(SandboxId(row.id), row.record), row.id)
-
     async def _remove_for_sure(self, spare: Spare) -> None:
         self._leave(spare)
-        await self._until_done(spare.instance.destroy, spare.id)
+        await self._removal.until_done(spare.instance.destroy, spare.id)
 
     async def _remove(self, spare: Spare) -> None:
         self._leave(spare)
@@ -324,31 +322,6 @@ class WarmPool:
         spare.watcher = None
         spare.client.close()
         spare.hold.release()
-
-    async def _until_done(self, remove: Callable[[], Awaitable[None]], id: str) -> None:
-        """With growing back-off. Whoever waits for the first try need not wait for the others."""
-        if await self._tried(remove, id):
-            return
-
-        async def again() -> None:
-            delay_s = 0.5
-            while True:
-                await self._services.sleep(delay_s)
-                if await self._tried(remove, id):
-                    return
-                delay_s = min(2 * delay_s, limits.DESTROY_RETRY_S_MAX)
-
-        if not self._closed:
-            self._tasks.spawn(again())
-
-    async def _tried(self, remove: Callable[[], Awaitable[None]], id: str) -> bool:
-        try:
-            await remove()
-            await self._services.journal.forget_spare(id)
-        except DsecError as error:
-            log.warning("a spare could not be removed yet", spare=id, error=str(error))
-            return False
-        return True
 
     # -- small things ------------------------------------------------------------------------------
 

@@ -45,6 +45,10 @@ WARM_MISSES: Final = Counter(
 WARM_FAILURES: Final = Counter(
     "dsec_warm_failures_total", "Spares that could not be made.", ["substrate"], registry=REGISTRY
 )
+CALLS: Final = Counter(
+    "dsec_calls_total", "Calls that were run, by what came of them.", ["type", "status"], registry=REGISTRY
+)
+CALL_PLACES: Final = Gauge("dsec_call_places", "Containers for calls of this node now.", registry=REGISTRY)
 ENDS: Final = Counter(
     "dsec_ends_total", "Sandboxes that have ended, by cause.", ["substrate", "cause"], registry=REGISTRY
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal as signals
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, Self, Unpack
 
@@ -14,6 +14,7 @@ from dsec.core.errors import (
 from dsec.core.spec import Environment, ReadyProbe, VolumeMount
 from dsec.sdk import transfer
 from dsec.sdk.blocking import Blocking, portal, unwrap
+from dsec.sdk.calls import CallResult
 from dsec.sdk.client import AsyncClient, AsyncCreated
 from dsec.sdk.environments import AsyncEnvironments
 from dsec.sdk.files import READ_BYTES_DEFAULT, AsyncFiles, AsyncWatch, RemotePath
@@ -30,6 +31,7 @@ from dsec.sdk.snapshots import AsyncSnapshot, AsyncSnapshots
 from dsec.sdk.socketlike import SocketLike
 from dsec.sdk.tokens import AsyncTokens
 from dsec.sdk.volumes import AsyncVolumes
+from dsec.wire.calls import CallCase, CallPool, CallRequest, Checker, TaskTypeInfo
 from dsec.wire.collect import GcReport
 from dsec.wire.environments import (
     BuildEvent,
@@ -188,13 +190,13 @@ class Session(Blocking[AsyncSession]):
         Arguments as those of `Sandbox.exec`; directory, environment and user are the shell's. When the command ends the
         shell itself (`exit`), `session_ended` is true in the result, and the next exec begins a new one.
         """
-        return portal().run_calling(
-            lambda bridge: self._async.exec(
+        return portal().run(
+            self._async.exec(
                 command,
                 timeout_s=timeout_s,
                 grace_s=grace_s,
-                on_stdout=bridge(on_stdout),
-                on_stderr=bridge(on_stderr),
+                on_stdout=on_stdout,
+                on_stderr=on_stderr,
                 check=check,
                 output_bytes_max=output_bytes_max,
                 record_bytes_max=record_bytes_max,
@@ -883,8 +885,8 @@ class Sandbox(Blocking[AsyncSandbox]):
         `record_bytes_max` per stream are kept, and `truncated` says so. `secrets` are environment variables that are
         written nowhere. When this call is cancelled (Ctrl-C), or a callback raises, the command is killed.
         """
-        return portal().run_calling(
-            lambda bridge: self._async.exec(
+        return portal().run(
+            self._async.exec(
                 command,
                 cwd=cwd,
                 env=env,
@@ -893,8 +895,8 @@ class Sandbox(Blocking[AsyncSandbox]):
                 timeout_s=timeout_s,
                 grace_s=grace_s,
                 tty=tty,
-                on_stdout=bridge(on_stdout),
-                on_stderr=bridge(on_stderr),
+                on_stdout=on_stdout,
+                on_stderr=on_stderr,
                 check=check,
                 stderr=stderr,
                 output_bytes_max=output_bytes_max,
@@ -1110,6 +1112,82 @@ class Client(Blocking[AsyncClient]):
         """Who may call over the network."""
         result: Tokens = wrap(self._async.tokens)
         return result
+
+    def call(
+        self,
+        type: str,
+        code: str,
+        *,
+        environment: str | Environment = "base",
+        stdin: str | bytes = b"",
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        files: Mapping[str, str | bytes] | None = None,
+        run_timeout_s: float = limits.CALL_WALL_S_DEFAULT,
+        compile_timeout_s: float = limits.CALL_COMPILE_S_DEFAULT,
+        cpu_s: float | None = None,
+        memory: int | str | None = None,
+        output_bytes: int = limits.CALL_OUTPUT_BYTES_DEFAULT,
+        pids: int = limits.CALL_PIDS_DEFAULT,
+        file_bytes: int | str = limits.CALL_FILE_BYTES_DEFAULT,
+        cases: Iterable[CallCase | tuple[str | bytes, str | bytes | None]] = (),
+        compare: str = "lines",
+        checker: Checker | str | None = None,
+        stop_early: bool = True,
+        collect: Sequence[str] = (),
+        queue_timeout_s: float = limits.CALL_QUEUE_S_DEFAULT,
+    ) -> CallResult:
+        """Runs `code` once, in a place made before, and gives what came of it; nothing of it stays.
+
+        `type` is the kind of task: "python", "bash", "c", "cpp", … (`call_types`); compiled ones are compiled first.
+        `stdin`, `args`, `env` and `files` (relative path → content) are what it finds; `collect` names files to give
+        back. Limits of the run: `run_timeout_s`, `cpu_s` (all its processes), `memory`, `output_bytes` (each of stdout
+        and stderr), `pids`, `file_bytes`.
+
+        With `cases`, of (stdin, expected output or None), it is compiled once and run for each, to the first that is
+        not right unless `stop_early` is False. `compare`: "exact", "lines", "tokens" or "numbers"; or `checker`: Python
+        code (or a `dsec.Checker`) that finds the files input, output and expected, and exits 0 for right, 1 for wrong.
+
+        Raises UnsupportedError (no such type, or the environment lacks its toolchain), EnvironmentNotFoundError,
+        CapacityError (no place was free within `queue_timeout_s`), LimitError. Code that fails is a result.
+        """
+        return portal().run(
+            self._async.call(
+                type,
+                code,
+                environment=environment,
+                stdin=stdin,
+                args=args,
+                env=env,
+                files=files,
+                run_timeout_s=run_timeout_s,
+                compile_timeout_s=compile_timeout_s,
+                cpu_s=cpu_s,
+                memory=memory,
+                output_bytes=output_bytes,
+                pids=pids,
+                file_bytes=file_bytes,
+                cases=cases,
+                compare=compare,
+                checker=checker,
+                stop_early=stop_early,
+                collect=collect,
+                queue_timeout_s=queue_timeout_s,
+            )
+        )
+
+    def call_many(self, requests: Iterable[CallRequest], *, concurrency: int = 64) -> list[CallResult | DsecError]:
+        """Many calls, `concurrency` of them under way at once: for each, in order, its result or the error that it
+        failed with. `dsec.make_call` makes a request from the arguments of `call`."""
+        return portal().run(self._async.call_many(requests, concurrency=concurrency))
+
+    def call_types(self) -> list[TaskTypeInfo]:
+        """What calls can be of; whether an environment has what it takes shows at its first use."""
+        return portal().run(self._async.call_types())
+
+    def call_pools(self) -> list[CallPool]:
+        """The places for calls of the node, now."""
+        return portal().run(self._async.call_pools())
 
     def create(
         self,

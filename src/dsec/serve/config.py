@@ -12,6 +12,8 @@ import msgspec
 
 from dsec.api.server import TcpAddress, check_socket_path
 from dsec.backends.container.config import ContainerConfig
+from dsec.backends.fncall.calls import CallsConfig
+from dsec.backends.fncall.tasks import TaskType, TaskTypes
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.ids import parse_name
@@ -213,6 +215,30 @@ class RegistriesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         )
 
 
+class CallsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`dsec.backends.fncall.calls` says what each is for."""
+
+    places_max: int | None = None  # containers for calls; none: two for each processor; 0: no calls
+    place_memory_bytes: int | str = 512 * limits.MIB  # of one container, the files of its call included
+    place_cpu: float = 1.0  # cores of one container
+    idle_s: float = 300.0  # then a container that nobody used goes
+    preload: tuple[str, ...] = ()  # modules that Python has imported before a call comes
+    types: dict[str, TaskType] = {}  # more task types, or others in place of those that are shipped
+
+    def config(self) -> CallsConfig:
+        places = {} if self.places_max is None else {"places_max": self.places_max}
+        config = CallsConfig(
+            place_memory_bytes=parse_size(self.place_memory_bytes, "place_memory_bytes"),
+            place_cpu=self.place_cpu,
+            idle_s=self.idle_s,
+            preload=self.preload,
+            types=self.types,
+            **places,
+        )
+        TaskTypes(config.types)
+        return config
+
+
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     level: str = "info"  # debug, info, warning or error
     file_bytes_max: int | str = 16 * limits.MIB  # of a detached service; one older file is kept beside it
@@ -234,6 +260,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     container: ContainerSettings = ContainerSettings()
     storage: StorageSettings = StorageSettings()
     registries: RegistriesSettings = RegistriesSettings()
+    calls: CallsSettings = CallsSettings()
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:
@@ -242,6 +269,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise InvalidArgumentError(f"{what} must be an absolute path, and is {path[:80]!r}")
         check_socket_path(self.socket)
         self.node.config(state_dir=Path(self.state_dir), run_dir=Path(self.run_dir))
+        self.calls.config()
         if Substrate.CONTAINER in self.node.substrates:
             ContainerConfig(run_dir=Path(self.run_dir), state_dir=Path(self.state_dir), **self.container.fields())  # type: ignore[arg-type]
 

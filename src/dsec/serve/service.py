@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from dsec import __version__
@@ -73,7 +74,7 @@ class LocalService:
         config = self.config
         state_dir, run_dir = Path(config.state_dir), Path(config.run_dir)
         self.node = Node(
-            config.node.config(state_dir=state_dir, run_dir=run_dir),
+            replace(config.node.config(state_dir=state_dir, run_dir=run_dir), calls=config.calls.config()),
             make_backends=self._backends,
             environments=self._environments(),
         )

@@ -83,6 +83,9 @@ class Method(enum.StrEnum):
     FORK = "fork"  # snapshots.Fork → snapshots.Forked; `key` as of create
     ROLLBACK = "rollback"  # snapshots.Rollback → Sandbox
     GC = "gc"  # collect.GcRequest → collect.GcReport
+    CALL = "call"  # calls.CallRequest → calls.CallAnswer
+    CALL_TYPES = "call_types"  # Nothing → calls.TaskTypePage
+    CALL_POOLS = "call_pools"  # Nothing → calls.CallPoolPage
     DOCTOR = "doctor"  # Nothing → DoctorReport
     HEALTH = "health"  # Nothing → Health
 

@@ -18,7 +18,7 @@ from dsec.core.errors import FreezeTimeoutError, HostError, SandboxFaultError, U
 from dsec.core.faults import fault_point
 from dsec.core.ids import SandboxId
 from dsec.core.states import EndCause
-from dsec.density.cgroups import read_keyed, read_number, read_pressure_s
+from dsec.density.cgroups import read_keyed, read_number, read_pressure_s, set_memory_limit
 
 if TYPE_CHECKING:
     from dsec.backends.container.backend import ContainerBackend
@@ -42,6 +42,7 @@ class ContainerInstance:
         self._exit: InstanceExit | None = None
         self._destroyed = False
         self._destroying = asyncio.Lock()
+        self._peak_since_start = True
         asyncio.get_running_loop().add_reader(pidfd, self._agent_ended)
 
     @property
@@ -88,8 +89,8 @@ class ContainerInstance:
         frozen = read_keyed(f"{v2}/cgroup.stat.local").get("frozen_usec") if v2 else None
         return InstanceUsage(
             cpu_s=self._cpu_s(),
-            memory_bytes=_first_number(v2, "memory.current", v1.get("memory"), "memory.usage_in_bytes"),
-            memory_peak_bytes=_first_number(v2, "memory.peak", v1.get("memory"), "memory.max_usage_in_bytes"),
+            memory_bytes=self.memory_now(),
+            memory_peak_bytes=self._memory_peak(),
             oom_kills=self._oom_kills(),
             pids=_first_number(v2, "pids.current", v1.get("pids"), "pids.current"),
             disk_used_bytes=self._disk_used_bytes(),
@@ -107,6 +108,32 @@ class ContainerInstance:
         except OSError:
             return None
         return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+    def _memory_peak(self) -> int | None:
+        v1, v2 = self._record.cgroup1, self._record.cgroup2
+        if not self._peak_since_start and "memory" not in v1:
+            return None  # cgroup2 forgets a peak for whoever holds the file open, and for nobody else
+        return _first_number(v2, "memory.peak", v1.get("memory"), "memory.max_usage_in_bytes")
+
+    async def bound_memory(self, memory_bytes: int) -> None:
+        record = self._record
+        try:
+            set_memory_limit(record.cgroup2, record.cgroup1.get("memory"), memory_bytes)
+        except OSError as error:
+            raise HostError(f"the memory of {self.id} cannot be limited: {error}", sandbox=self.id) from error
+
+    def memory_now(self) -> int | None:
+        v1, v2 = self._record.cgroup1, self._record.cgroup2
+        return _first_number(v2, "memory.current", v1.get("memory"), "memory.usage_in_bytes")
+
+    def memory_events(self) -> tuple[int | None, int]:
+        return self._memory_peak(), self._oom_kills() or 0
+
+    def forget_memory_peak(self) -> None:
+        self._peak_since_start = False
+        if (memory := self._record.cgroup1.get("memory")) is not None:
+            with contextlib.suppress(OSError):
+                Path(memory, "memory.max_usage_in_bytes").write_text("0")
 
     def _cpu_s(self) -> float | None:
         record = self._record

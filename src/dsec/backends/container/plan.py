@@ -84,7 +84,9 @@ def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFact
         lowers=[layer.digest for layer in instance.layers],
         directory=str(sandbox_directory(config, instance.id)),
         # Files in memory count against the memory limit anyway, so that is the bound where none is asked for.
-        upper_tmpfs_bytes=(spec.disk_bytes or spec.memory_bytes) if config.disk == "tmpfs" else None,
+        upper_tmpfs_bytes=(
+            (spec.disk_bytes or spec.memory_bytes) if config.disk == "tmpfs" or instance.upper_in_memory else None
+        ),
         socket=str(socket_path(config, instance.id)),
         hostname=hostname,
         etc_files=_etc_files(hostname),

@@ -64,6 +64,18 @@ class FakeInstance:
             frozen_s=self._sandbox.frozen_s,
         )
 
+    async def bound_memory(self, memory_bytes: int) -> None:
+        self._refuse("memory limits")
+
+    def memory_now(self) -> int | None:
+        return None
+
+    def forget_memory_peak(self) -> None:
+        """There is none."""
+
+    def memory_events(self) -> tuple[int | None, int]:
+        return None, 0
+
     async def pause(self, *, deadline_s: float) -> None:
         if not self._capabilities.pause:
             self._refuse("pause")

@@ -1,0 +1,85 @@
+//! `dsec-call`: runs in a container of the call service, one call at a time (docs/internals/calls.md).
+//!
+//! Root of the sandbox, started by the node as an exec of its agent; orders come on standard input. Each call gets users of its
+//! own, which nothing else ever is, so that what it left is known by its owner.
+
+mod baseline;
+mod interpreter;
+mod leftovers;
+mod output;
+mod places;
+mod program;
+mod wire;
+
+use std::io;
+use std::process::ExitCode;
+
+use interpreter::Interpreter;
+use places::Places;
+use wire::{Answer, Order, Ready};
+
+const VERSION: u32 = 1;
+
+fn main() -> ExitCode {
+    match serve() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("dsec-call: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve() -> io::Result<()> {
+    dsec_sys::memory::keep_heap_small();
+    dsec_sys::process::set_umask(0o022);
+    dsec_sys::process::become_subreaper()?;
+    let mut places = Places::open()?;
+    let mut interpreter = None;
+    let mut orders = io::stdin().lock();
+    let mut answers = io::stdout().lock();
+    let ready = || Answer {
+        ready: Some(Ready { version: VERSION }),
+        ..Answer::default()
+    };
+    wire::send(&mut answers, &ready())?;
+    while let Some(order) = wire::receive::<Order>(&mut orders)? {
+        let answer = match order {
+            Order {
+                warm: Some(warm), ..
+            } => Interpreter::start(&warm).map(|started| {
+                interpreter = Some(started);
+                places.settle();
+                ready()
+            }),
+            Order {
+                place: Some(place), ..
+            } => places.make(&place).map(|placed| Answer {
+                placed: Some(placed),
+                ..Answer::default()
+            }),
+            Order { run: Some(run), .. } => {
+                let ran = program::run(&places, interpreter.as_mut(), &run);
+                ran.inspect_err(|error| places.spoil(error))
+                    .map(|ran| Answer {
+                        ran: Some(ran),
+                        ..Answer::default()
+                    })
+            }
+            Order {
+                finish: Some(finish),
+                ..
+            } => Ok(Answer {
+                finished: Some(places.finish(&finish)),
+                ..Answer::default()
+            }),
+            _ => Err(io::Error::other("an order that says nothing")),
+        };
+        let answer = answer.unwrap_or_else(|error| Answer {
+            refused: Some(error.to_string()),
+            ..Answer::default()
+        });
+        wire::send(&mut answers, &answer)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,278 @@
+"""One call in one place: files, compile, runs, verdicts, files back, clean-up."""
+
+from __future__ import annotations
+
+import math
+import signal
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from dsec.backends.fncall import runner
+from dsec.backends.fncall.compare import is_right
+from dsec.backends.fncall.tasks import TaskType
+from dsec.backends.fncall.worker import Worker
+from dsec.core import limits
+from dsec.core.errors import InvalidArgumentError, SandboxFaultError, UnsupportedError
+from dsec.wire.calls import (
+    CallAnswer,
+    CallCase,
+    CallFile,
+    CallRequest,
+    CallStatus,
+    CaseResult,
+    Checker,
+    PhaseLimits,
+    PhaseResult,
+)
+
+_CALL: Final = 0
+_CHECKER: Final = 1
+_RIGHT, _WRONG = 0, 1  # exits of a checker
+_OF_WHY: Final = {"wall": CallStatus.TIME_LIMIT, "cpu": CallStatus.TIME_LIMIT, "output": CallStatus.OUTPUT_LIMIT}
+
+
+@dataclass(slots=True)
+class Performed:
+    answer: CallAnswer
+    spoilt: str | None  # why the place is to be given up
+
+
+@dataclass(slots=True)
+class _Call:
+    worker: Worker
+    request: CallRequest
+    type: TaskType
+    checker_type: TaskType | None
+    kills: int = 0
+    lost: str | None = None  # the place broke down, or something of the call stays in it
+    cases: list[CaseResult] = field(default_factory=list)
+    kept_bytes: int = 0  # of output, in `cases`
+    finished: runner.Finished | None = None
+
+
+async def perform(
+    worker: Worker, request: CallRequest, type: TaskType, checker_type: TaskType | None = None
+) -> Performed:
+    """Raises UnsupportedError or InvalidArgumentError for what the environment cannot run, SandboxFaultError when the
+    place failed before the code was begun with: then it may be tried in another."""
+    call = _Call(worker, request, type, checker_type)
+    _, call.kills = worker.memory()
+    place = runner.Order(place=runner.Place(place=_CALL, files=_files(request.files, type.source, request.code)))
+    compiled = ran = None
+    if type.compile is not None:
+        compiled = await _phase(call, type, list(type.compile), request.compile, before=place)
+    elif request.cases:
+        _check_placed(call, (await worker.ask([place]))[0])
+    if compiled is None or compiled.status is CallStatus.FINISHED:
+        if request.cases:
+            await _cases(call)
+        else:
+            ran = await _phase(
+                call,
+                type,
+                [*type.run, *request.args],
+                request.run,
+                stdin=request.stdin,
+                script=True,
+                before=place if compiled is None else None,
+                finish=True,
+            )
+    if call.finished is None and call.lost is None:
+        try:
+            call.finished = (await worker.ask([_finish(request)]))[0].finished
+        except SandboxFaultError as error:
+            call.lost = str(error)
+    return _performed(call, compiled, ran)
+
+
+def _performed(call: _Call, compiled: PhaseResult | None, ran: PhaseResult | None) -> Performed:
+    status = next(
+        (part.status for part in (compiled, ran, *call.cases) if part and part.status is not CallStatus.FINISHED),
+        CallStatus.FINISHED,
+    )
+    files, missing = [], list(call.request.collect)
+    if call.finished is not None:
+        files = [_checked(file, call.request.collect) for file in call.finished.files]
+        missing = [path.decode("utf-8", "surrogateescape") for path in call.finished.missing]
+        call.worker.done()
+    spoilt = call.lost or (call.finished.dirty if call.finished is not None else "it did not clean up")
+    answer = CallAnswer(
+        status=status,
+        compile=compiled,
+        run=ran,
+        cases=call.cases,
+        files=files,
+        missing=missing,
+        worker=call.worker.id,
+    )
+    return Performed(answer, spoilt)
+
+
+def _finish(request: CallRequest) -> runner.Order:
+    paths = [path.encode("utf-8", "surrogateescape") for path in request.collect]
+    return runner.Order(finish=runner.Finish(collect=paths, bytes_max=limits.CALL_FILES_BYTES_MAX))
+
+
+def _check_placed(call: _Call, answer: runner.Answer) -> None:
+    if answer.placed is None:
+        raise SandboxFaultError(f"no place for a call: {answer.refused}", sandbox=call.worker.id)
+
+
+async def _cases(call: _Call) -> None:
+    request = call.request
+    checker = request.checker
+    prepared = checker is None
+    for index, case in enumerate(request.cases):
+        words = [*call.type.run, *(request.args if case.args is None else case.args)]
+        run = await _phase(call, call.type, words, request.run, stdin=case.stdin, script=True)
+        status, verdict = run.status, None
+        if status is CallStatus.FINISHED and checker is not None:
+            if not prepared:
+                verdict = await _prepare_checker(call, checker)
+                prepared = True
+            if verdict is None or verdict.status is CallStatus.FINISHED:
+                verdict = await _check(call, checker, case, run)
+                status = _verdict(verdict)
+            else:
+                status = CallStatus.PLATFORM_FAILURE
+        elif status is CallStatus.FINISHED and not _expected(request, case, run):
+            status = CallStatus.WRONG_ANSWER
+        call.cases.append(CaseResult(index=index, status=status, run=_kept(call, run), checker=verdict))
+        if call.lost is not None or (status is not CallStatus.FINISHED and request.stop_early):
+            return
+
+
+def _expected(request: CallRequest, case: CallCase, run: PhaseResult) -> bool:
+    return case.expected is None or is_right(run.stdout, case.expected, request.compare)
+
+
+def _kept(call: _Call, run: PhaseResult) -> PhaseResult:
+    """All cases come back in one answer: output beyond its bound is left out, and that is said."""
+    call.kept_bytes += len(run.stdout) + len(run.stderr)
+    if call.kept_bytes <= limits.CALL_ANSWER_BYTES_MAX:
+        return run
+    return msgspec.structs.replace(run, stdout=b"", stderr=b"", detail="its output is left out: all are too long")
+
+
+async def _prepare_checker(call: _Call, checker: Checker) -> PhaseResult | None:
+    """Its place, and its program where there is one to be made."""
+    type = call.checker_type
+    if type is None:
+        raise InvalidArgumentError("a checker without a task type")
+    place = runner.Order(place=runner.Place(place=_CHECKER, files=_files((), type.source, checker.code)))
+    if type.compile is None:
+        _check_placed(call, (await call.worker.ask([place]))[0])
+        return None
+    return await _phase(call, type, list(type.compile), checker.limits, place=_CHECKER, before=place)
+
+
+async def _check(call: _Call, checker: Checker, case: CallCase, run: PhaseResult) -> PhaseResult:
+    type = call.checker_type
+    if type is None:
+        raise InvalidArgumentError("a checker without a task type")
+    shown = {b"input": case.stdin, b"output": run.stdout, b"expected": case.expected or b""}
+    files = [runner.NewFile(path=path, data=data, mode=0o644) for path, data in shown.items()]
+    place = runner.Order(place=runner.Place(place=_CHECKER, files=files))
+    # Never the interpreter that is up for the code it judges: that may be of another type.
+    return await _phase(call, type, list(type.run), checker.limits, place=_CHECKER, before=place)
+
+
+def _verdict(checker: PhaseResult) -> CallStatus:
+    if checker.exit_code == _RIGHT:
+        return CallStatus.FINISHED
+    return CallStatus.WRONG_ANSWER if checker.exit_code == _WRONG else CallStatus.PLATFORM_FAILURE
+
+
+async def _phase(
+    call: _Call,
+    type: TaskType,
+    words: list[str],
+    bounds: PhaseLimits,
+    *,
+    stdin: bytes = b"",
+    place: int = _CALL,
+    script: bool = False,
+    before: runner.Order | None = None,
+    finish: bool = False,
+) -> PhaseResult:
+    """Of a place that breaks down under it, a result says so; what the code did until then nobody knows."""
+    worker = call.worker
+    warm = script and type.warm is not None
+    env = worker.environment(type, call.request.env if place == _CALL else {})
+    order = runner.Run(
+        place=place,
+        argv=[word.encode("utf-8", "surrogateescape") for word in (words[1:] if warm else words)],
+        env=env,
+        warm=warm,
+        stdin=stdin,
+        wall_ms=math.ceil(bounds.wall_s * 1000),
+        cpu_ms=math.ceil((bounds.cpu_s or 0) * 1000),
+        output_bytes=bounds.output_bytes,
+        pids=bounds.pids,
+        file_bytes=bounds.file_bytes,
+    )
+    orders = [runner.Order(run=order)]
+    if before is not None:
+        orders.insert(0, before)
+    if finish:
+        orders.append(_finish(call.request))
+    try:
+        await worker.bound(bounds.memory_bytes)
+        answers = await worker.ask(orders)
+    except SandboxFaultError as error:
+        call.lost = str(error)
+        kills = worker.memory()[1]
+        status = CallStatus.MEMORY_LIMIT if kills > call.kills else CallStatus.PLATFORM_FAILURE
+        return PhaseResult(status=status, detail=str(error))
+    peak, kills = worker.memory()
+    if before is not None:
+        _check_placed(call, answers.pop(0))
+    if finish:
+        call.finished = answers[-1].finished
+    ran = answers[0].ran
+    if ran is None:
+        call.lost = f"a program could not be run: {answers[0].refused}"
+        return PhaseResult(status=CallStatus.PLATFORM_FAILURE, detail=call.lost)
+    for_memory, call.kills = kills > call.kills, kills
+    if ran.why == "start":
+        raise UnsupportedError(
+            f"the environment cannot run {ran.detail[:300]}", hint="calls of this task type need it in the environment"
+        )
+    return PhaseResult(
+        status=CallStatus.MEMORY_LIMIT if for_memory else _status(ran),
+        exit_code=ran.code,
+        signal=ran.signal,
+        stdout=ran.out[: bounds.output_bytes],
+        stderr=ran.err[: bounds.output_bytes],
+        wall_s=ran.wall_us / 1e6,
+        cpu_s=ran.cpu_us / 1e6,
+        memory_peak_bytes=peak if peak is not None else ran.rss_bytes,
+    )
+
+
+def _status(ran: runner.Ran) -> CallStatus:
+    if (status := _OF_WHY.get(ran.why)) is not None:
+        return status
+    if ran.code == 0:
+        return CallStatus.FINISHED
+    return CallStatus.KILLED if ran.signal in (signal.SIGKILL, signal.SIGTERM) else CallStatus.ERROR
+
+
+def _files(files: tuple[CallFile, ...], source: str, code: str) -> list[runner.NewFile]:
+    """Raises InvalidArgumentError when a file has the name of the code's own."""
+    if any(file.path == source for file in files):
+        raise InvalidArgumentError(f"{source!r} is the file of the code itself", hint="give that file another name")
+    own = CallFile(source, code.encode("utf-8", "surrogateescape"))
+    return [
+        runner.NewFile(path=file.path.encode("utf-8", "surrogateescape"), data=file.data, mode=file.mode)
+        for file in (own, *files)
+    ]
+
+
+def _checked(file: runner.NewFile, asked: tuple[str, ...]) -> CallFile:
+    path = file.path.decode("utf-8", "surrogateescape")
+    if path not in asked:
+        raise SandboxFaultError(f"a place gave a file that nobody asked for: {path[:100]!r}")
+    return CallFile(path, file.data, file.mode & 0o777)

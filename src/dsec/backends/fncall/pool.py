@@ -1,0 +1,207 @@
+"""The places of one environment and task type, and who waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from dsec.backends.fncall.queue import FairQueue
+from dsec.backends.fncall.worker import Worker
+from dsec.core.errors import CapacityError, DsecError
+from dsec.observe.logs import get_logger
+
+log = get_logger(__name__)
+
+_FAILED_S: Final = 5.0  # after a place that could not be made: who asks meanwhile gets the same answer
+_CALLS_MAX: Final = 10_000  # of one place: its users are not used twice, and it has so many
+_AGE_S_MAX: Final = 3_600.0  # whatever adds up in a container is gone then
+_RETRY_S_MAX: Final = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    given: asyncio.Future[Worker] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Pool:
+    """`start` makes a worker; `may_grow` says whether the node has room for one more of this pool."""
+
+    def __init__(
+        self, name: str, type: str, start: Callable[[], Awaitable[Worker]], may_grow: Callable[[Pool], bool]
+    ) -> None:
+        self.name = name
+        self.type = type
+        self.queue: FairQueue[Ticket] = FairQueue()
+        self.idle: deque[Worker] = deque()
+        self.busy = 0
+        self.starting = 0
+        self.calls = 0
+        self.retired = 0
+        self.used_at = time.monotonic()
+        self._start = start
+        self._may_grow = may_grow
+        self._failure: tuple[float, DsecError] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._took_s = 0.1
+        self._closed = False
+
+    @property
+    def places(self) -> int:
+        return len(self.idle) + self.busy + self.starting
+
+    async def acquire(self, project: str, wait_s: float) -> Worker:
+        """A worker for one call; `release` must follow. Raises CapacityError when none came in time, or what kept one
+        from being made."""
+        self.used_at = time.monotonic()
+        if not len(self.queue) and (worker := self._take_idle()) is not None:
+            self.busy += 1
+            return worker
+        self._refuse_if_failing()
+        ticket = Ticket()
+        self.queue.push(project, ticket)
+        self.grow()
+        try:
+            async with asyncio.timeout(wait_s):
+                return await ticket.given
+        except BaseException as error:
+            self.queue.remove(project, ticket)
+            self._put_back(ticket)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise CapacityError(
+                f"no place for a call of type {self.type!r} was free within {wait_s:g} s",
+                hint="try again later, or let it wait longer (queue_s)",
+                retry_after_s=self.wait_s(),
+            ) from error
+
+    def release(self, worker: Worker, project: str, took_s: float, *, spoilt: str | None) -> None:
+        """The call is over. A worker that is `spoilt` is never used again."""
+        self.busy -= 1
+        self.calls += 1
+        self.used_at = time.monotonic()
+        self.queue.charge(project, took_s)
+        self._took_s += 0.1 * (took_s - self._took_s)
+        if spoilt is not None:
+            log.warning("a place for calls is given up", worker=worker.id, type=self.type, why=spoilt[:500])
+        worn = worker.calls >= _CALLS_MAX or time.monotonic() - worker.started_at > _AGE_S_MAX
+        if spoilt is not None or worn or not worker.alive or self._closed:
+            self.retired += 1
+            worker.close()
+        else:
+            self.idle.append(worker)
+        self.serve()
+        self.grow()
+
+    def serve(self) -> None:
+        """Idle places to who waits, in the order of the queue."""
+        while len(self.queue):
+            worker = self._take_idle()
+            if worker is None:
+                return
+            popped = self.queue.pop()
+            while popped is not None and popped[1].given.done():
+                popped = self.queue.pop()
+            if popped is None:
+                self.idle.append(worker)
+                return
+            self.busy += 1
+            popped[1].given.set_result(worker)
+
+    def grow(self) -> None:
+        while len(self.queue) > self.starting and not self._closed and self._may_grow(self):
+            self.starting += 1
+            task = asyncio.create_task(self._add())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def shrink(self, idle_s: float) -> list[asyncio.Task[None]]:
+        """Gives up what has been idle for as long; the tasks end when it is gone."""
+        now = time.monotonic()
+        ends = []
+        while self.idle and now - self.idle[0].idle_since >= idle_s:
+            ends.append(self.idle.popleft().close())
+        return ends
+
+    def drop_one(self) -> bool:
+        """Room for another pool: the place that has been idle for the longest time."""
+        if not self.idle or len(self.queue):
+            return False
+        self.idle.popleft().close()
+        return True
+
+    def wait_s(self) -> float:
+        """What a call that comes now may have to wait; a guess."""
+        return min(_RETRY_S_MAX, max(0.1, len(self.queue) * self._took_s / max(1, self.places)))
+
+    async def close(self) -> None:
+        self._closed = True
+        for ticket in list(self.queue):
+            if not ticket.given.done():
+                ticket.given.set_exception(CapacityError("the node is stopping", retry_after_s=1.0))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self.idle:
+            self.idle.popleft().close()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _take_idle(self) -> Worker | None:
+        """The one used last: its pages are warm, and the others may grow old and go."""
+        while self.idle:
+            worker = self.idle.pop()
+            if worker.alive:
+                return worker
+            self.retired += 1
+            worker.close()
+        return None
+
+    def _put_back(self, ticket: Ticket) -> None:
+        """Of a caller that was given a worker and has gone in the same moment."""
+        given = ticket.given
+        if given.done() and not given.cancelled() and given.exception() is None:
+            self.busy -= 1
+            self.idle.append(given.result())
+            self.serve()
+
+    def _refuse_if_failing(self) -> None:
+        if self._failure is None or self.idle or self.busy or self.starting:
+            return
+        until, error = self._failure
+        if time.monotonic() < until:
+            raise _again(error)
+        self._failure = None
+
+    async def _add(self) -> None:
+        try:
+            worker = await self._start()
+        except DsecError as error:
+            self.starting -= 1
+            log.warning("a place for calls could not be made", environment=self.name, type=self.type, error=str(error))
+            self._failure = (time.monotonic() + _FAILED_S, error)
+            if not self.busy and not self.starting and not self.idle:
+                while (popped := self.queue.pop()) is not None:
+                    if not popped[1].given.done():
+                        popped[1].given.set_exception(_again(error))
+            return
+        except BaseException:
+            self.starting -= 1
+            raise
+        self.starting -= 1
+        self._failure = None
+        if self._closed:
+            worker.close()
+            return
+        self.idle.append(worker)
+        self.serve()
+
+
+def _again(error: DsecError) -> DsecError:
+    """The same error for another caller, whose traceback is its own."""
+    return type(error)(
+        error.message, hint=error.hint, outcome=error.outcome, step=error.step, retry_after_s=error.retry_after_s
+    )

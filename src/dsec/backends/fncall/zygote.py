@@ -1,0 +1,171 @@
+"""Runs inside a container of the call service, as root: an interpreter that is up, forked once for each call.
+
+`dsec-call` starts it with a socket as descriptor 3 (native/call/src/interpreter.rs has the protocol). It is a file of
+its own without imports of dsec, for the environment's Python, whatever version of 3 that is (3.6 or later).
+
+    python3 -IB zygote.py MODULE…       the modules are imported before the first call
+"""
+
+import array
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+import types
+from typing import Any, Dict, List, NoReturn, Optional, Tuple
+
+_SCORE = b"1000"  # when memory is short, calls go before us
+_PR_SET_DUMPABLE = 4
+_PR_SET_NO_NEW_PRIVS = 38
+
+
+def main(modules: List[str]) -> None:
+    link = socket.socket(fileno=3)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except BaseException as error:
+        _send(link, f"cannot import {module}: {error}".replace("\\", "/").replace('"', "'")[:500])
+        return
+    # What is there now is shared with every call as long as nobody writes to it.
+    gc.collect()
+    if hasattr(gc, "freeze"):
+        gc.freeze()
+    libc = ctypes.CDLL(None)
+    _send(link, "ready")
+    while True:
+        order = _receive(link)
+        if order is None:
+            return
+        what, standard = order
+        pid = os.fork()
+        if pid == 0:
+            link.detach()
+            _become(libc, what, standard)
+            _run(what["argv"])
+        for number in standard:
+            os.close(number)
+        _send(link, str(pid))
+        _, status, usage = os.wait4(pid, 0)
+        cpu_us = round((usage.ru_utime + usage.ru_stime) * 1e6)
+        _send(link, f"{status} {cpu_us} {usage.ru_maxrss}")
+
+
+def _send(link: socket.socket, text: str) -> None:
+    body = json.dumps(text).encode()
+    link.sendall(struct.pack(">I", len(body)) + body)
+
+
+def _receive(link: socket.socket) -> Optional[Tuple[Dict[str, Any], List[int]]]:
+    """One order and its three descriptors; None at the end."""
+    numbers = array.array("i")
+    head, ancillary, _, _ = link.recvmsg(4, socket.CMSG_SPACE(3 * numbers.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+    head += _exactly(link, 4 - len(head)) if head else b""
+    if not head:
+        return None
+    body = _exactly(link, struct.unpack(">I", head)[0])
+    return json.loads(body.decode("utf-8", "surrogatepass")), numbers.tolist()
+
+
+def _exactly(link: socket.socket, count: int) -> bytes:
+    parts = []
+    while count:
+        part = link.recv(min(count, 1 << 16))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _become(libc: ctypes.CDLL, what: Dict[str, Any], standard: List[int]) -> None:
+    """The call's own user, directory, limits and environment; nothing of ours stays but what is imported."""
+    try:
+        with open("/proc/self/oom_score_adj", "wb", buffering=0) as score:
+            score.write(_SCORE)
+    except OSError:
+        pass
+    os.setsid()
+    for number, descriptor in enumerate(standard):
+        os.dup2(descriptor, number)
+    os.closerange(3, max(64, max(standard) + 1))
+    for kind, soft, hard in what["limits"]:
+        resource.setrlimit(kind, (soft, hard))
+    uid = what["uid"]
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    # A change of user makes /proc/self root's, which programs open: proc(5), "dumpable".
+    libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    os.chdir(what["directory"])
+    os.environ.clear()
+    for word in what["env"]:
+        name, _, value = word.partition("=")
+        os.environ[name] = value
+    sys.path[:0] = [os.getcwd()] + [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+    for name in ("random", "numpy.random"):
+        # Python seeds `random` in each fork by itself from 3.7 on.
+        module = sys.modules.get(name)
+        if module is not None:
+            module.seed()
+
+
+def _run(argv: List[str]) -> NoReturn:
+    """As `python3 argv[0] argv[1:]`, to the end of this process."""
+    code = 1
+    try:
+        with open(argv[0], "rb") as file:
+            source = file.read()
+        sys.argv[:] = argv
+        main = types.ModuleType("__main__")
+        main.__dict__.update(__file__=argv[0], __builtins__=__builtins__, __cached__=None)
+        sys.modules["__main__"] = main
+        try:
+            exec(compile(source, argv[0], "exec"), main.__dict__)
+            code = 0
+        except SystemExit as end:
+            code = _code_of(end)
+        except BaseException as error:
+            trace = error.__traceback__
+            if trace is not None:  # without our own frame
+                error.__traceback__ = trace = trace.tb_next
+            sys.excepthook(type(error), error, trace)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except SystemExit as end:
+        code = _code_of(end)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BaseException:
+                code = code or 120  # as Python itself
+        os._exit(code)
+
+
+def _code_of(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
