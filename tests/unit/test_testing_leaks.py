@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -40,6 +41,16 @@ def leaks_of(watched: Watched, action: Callable[[], object]) -> list[str]:
 
 def test_nothing_done_is_no_leak() -> None:
     assert leaks_of(Watched(), lambda: None) == []
+
+
+def test_a_process_of_before_is_no_leak_whatever_it_does(clean_up: ExitStack) -> None:
+    process = start(clean_up, SLEEPER)
+    before = take_snapshot(Watched())
+
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    assert leaks_between(before, take_snapshot(Watched())) == []
 
 
 def test_a_child_process_is_a_leak_until_it_is_reaped(clean_up: ExitStack) -> None:
