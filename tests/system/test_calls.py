@@ -15,7 +15,14 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from dsec.core.errors import CapacityError, DsecError, EnvironmentNotFoundError, UnsupportedError
+from dsec.core import limits
+from dsec.core.errors import (
+    CapacityError,
+    DsecError,
+    EnvironmentNotFoundError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
 from dsec.sdk.calls import CallResult, make_call
 from dsec.sdk.client import AsyncClient
 from dsec.testing.processes import command_line
@@ -36,7 +43,8 @@ MARK = "a-secret-of-the-first-call"
 async def place(small_store: Path) -> AsyncIterator[tuple[Place, AsyncClient]]:
     """One container for each task type, so that each call follows another in the same place."""
     with private_place(small_store) as place:
-        place.settings["calls"] = {"places_max": 2, "place_memory_bytes": "256MiB"}
+        own = {"source": "main.sh", "compile": ["sh", "main.sh", "compile"], "run": ["./main"]}
+        place.settings["calls"] = {"places_max": 2, "place_memory_bytes": "256MiB", "types": {"own": own}}
         async with served(place) as (_, client):
             yield place, client
 
@@ -256,6 +264,53 @@ async def test_nothing_of_a_call_is_there_for_the_next(client: AsyncClient, what
     assert second.worker == first.worker, "cleaned up, not thrown away"
 
 
+async def test_what_others_asked_for_is_not_in_the_memory_of_a_call(client: AsyncClient) -> None:
+    """A call is a fork of an interpreter that has served others: what that has had in memory, all forks have."""
+    looking = """
+import re
+found, wanted = 0, re.compile(b"PATTERN")  # which does not find itself
+for line in open("/proc/self/maps"):
+    first, last = (int(end, 16) for end in line.split()[0].split("-"))
+    with open("/proc/self/mem", "rb", 0) as memory:
+        try:
+            memory.seek(first)
+            found += len(wanted.findall(memory.read(last - first))) if "r" in line.split()[1] else 0
+        except (OSError, ValueError, OverflowError): pass
+print(found)
+""".replace("PATTERN", MARK.replace("-", "[-]"))
+    given: dict[str, Any] = {"env": {"HIDDEN": MARK}, "args": [MARK], "stdin": MARK, "files": {"file": MARK}}
+    first = await python(client, f"print('{MARK}')", **given)
+    second = await python(client, looking)
+
+    assert first.ok
+    assert (second.stdout, second.stderr) == ("0\n", "")
+    assert second.worker == first.worker
+
+
+async def test_ports_that_a_call_has_used_are_free_for_the_next(client: AsyncClient) -> None:
+    """The end of a connection that closed first keeps its port for a minute, whoever has made it."""
+    talking = """
+import socket
+listener = socket.create_server(("127.0.0.1", 4322)); client = socket.create_connection(("127.0.0.1", 4322))
+served, _ = listener.accept(); served.close(); client.close(); listener.close()
+"""
+    first = await python(client, talking)
+    second = await python(client, "import socket; socket.socket().bind(('127.0.0.1', 4322))")
+
+    assert first.ok
+    assert second.ok, second
+    assert second.worker != first.worker
+
+
+async def test_files_in_each_others_way_cost_no_place(client: AsyncClient) -> None:
+    before = await python(client, "")
+    for files in ({"a": "", "a/b": ""}, {"main.py/a": ""}, {"main.py": ""}):
+        with pytest.raises(InvalidArgumentError):
+            await python(client, "", files=files)
+
+    assert (await python(client, "")).worker == before.worker
+
+
 async def test_a_place_in_which_something_stays_is_given_up(client: AsyncClient, tmp_path: Path) -> None:
     """Where an image lets everybody write and nobody would look: a new file, one that is changed, one that is gone."""
     root = make_root(tmp_path / "root", python=False)
@@ -312,6 +367,41 @@ sys.exit(0 if sorted(b.split()) == sorted(c.split()) else 1)
     assert result.cases[0].checker is not None
     assert result.cases[0].checker.stdout == b"seen 1 2 3 3 2 1\n 1 2 3\n"
     assert broken.status is CallStatus.PLATFORM_FAILURE
+
+
+async def test_code_that_leaves_its_judge_no_room_has_not_passed_and_runs_once(client: AsyncClient) -> None:
+    code = """
+count = 0
+try:
+    while True: open(f"/tmp/{count}", "w").close(); count += 1
+except OSError: pass
+"""
+    result = await python(client, code, cases=[("", "x")], checker="raise SystemExit(1)")
+
+    assert result.status is CallStatus.MEMORY_LIMIT, result.cases
+    assert result.cases[0].run.status is CallStatus.FINISHED
+
+
+async def test_a_program_that_takes_itself_away_has_failed(client: AsyncClient) -> None:
+    making = 'if [ "$1" = compile ]; then cp main.sh main; chmod 755 main; else rm main; fi'
+    making = f"#!/bin/bash\n{making}\n"
+    gone = await client.call("own", making, cases=[("", ""), ("", "")], **PATIENT)
+    never = await client.call("own", "true", **PATIENT)
+
+    assert [case.status for case in gone.cases] == [CallStatus.FINISHED, CallStatus.ERROR]
+    assert (never.status, never.compile is not None and never.compile.status) == ("error", "finished")
+
+
+async def test_words_of_checkers_count_for_the_size_of_an_answer(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "CALL_ANSWER_BYTES_MAX", 1_500)
+    checker = "print('x' * 999)"
+
+    result = await python(client, "", cases=[("", "")] * 3, checker=checker)
+
+    said = [len(case.checker.stdout) for case in result.cases if case.checker is not None]
+    assert (said, result.status) == ([1_000, 0, 0], CallStatus.FINISHED)
 
 
 async def test_thousands_of_calls_each_have_their_result(client: AsyncClient) -> None:

@@ -3,10 +3,13 @@
 //! Well-known directories are emptied by name. Whatever a call has written elsewhere shows in the number of inodes of the file
 //! systems: all that can be written lies in memory, where the kernel counts them exactly (mm/shmem.c). A file of the image that
 //! is changed or removed shows as well, since the overlay then has a copy or a whiteout of it.
+//!
+//! Ends of connections outlive their processes and keep their ports for a minute: the next call could not have those.
 
 use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use dsec_sys::rooted::{c_path, disk_space, open_in_root, DIRECTORY};
 
@@ -27,11 +30,19 @@ const IPC_TABLES: [&str; 3] = [
     "/proc/sysvipc/sem",
     "/proc/sysvipc/msg",
 ];
+/// Of the network namespace: lines and the fields that count what holds a port.
+const SOCKETS: [(&str, &str, &[&str]); 2] = [
+    ("/proc/net/sockstat", "TCP:", &["inuse", "tw"]),
+    ("/proc/net/sockstat6", "TCP6:", &["inuse"]),
+];
+/// The two ends of a connection within the container say goodbye to each other beside those who are killed.
+const GOODBYE_MAX: Duration = Duration::from_millis(200);
 
 pub struct Baseline {
     names: Vec<(&'static str, BTreeSet<Vec<u8>>)>,
     inodes: Vec<(&'static str, u64)>,
     ipc: usize,
+    sockets: u64,
 }
 
 impl Baseline {
@@ -47,6 +58,7 @@ impl Baseline {
                 .map(|path| (*path, inodes_of(path)))
                 .collect(),
             ipc: ipc_objects(),
+            sockets: sockets(),
         }
     }
 
@@ -72,6 +84,13 @@ impl Baseline {
         }
         if ipc_objects() != self.ipc {
             return Err("System V objects".to_owned());
+        }
+        let until = Instant::now() + GOODBYE_MAX;
+        while sockets() > self.sockets {
+            if Instant::now() > until {
+                return Err("connections".to_owned());
+            }
+            std::thread::sleep(GOODBYE_MAX / 20);
         }
         for (path, before) in &self.inodes {
             let now = inodes_of(path);
@@ -109,9 +128,46 @@ fn inodes_of(path: &str) -> u64 {
         .map_or(0, |space| space.used_inodes)
 }
 
+fn sockets() -> u64 {
+    SOCKETS
+        .iter()
+        .map(|(table, line, fields)| {
+            let text = std::fs::read_to_string(table).unwrap_or_default();
+            counted(&text, line, fields)
+        })
+        .sum()
+}
+
+/// In lines such as `TCP: inuse 0 orphan 0 tw 2`.
+fn counted(text: &str, line: &str, fields: &[&str]) -> u64 {
+    let Some(rest) = text.lines().find_map(|found| found.strip_prefix(line)) else {
+        return 0;
+    };
+    let words: Vec<&str> = rest.split_whitespace().collect();
+    words
+        .chunks_exact(2)
+        .filter(|pair| fields.contains(&pair[0]))
+        .filter_map(|pair| pair[1].parse::<u64>().ok())
+        .sum()
+}
+
 fn ipc_objects() -> usize {
     let lines = |table: &&str| {
         std::fs::read_to_string(table).map_or(0, |text| text.lines().count().saturating_sub(1))
     };
     IPC_TABLES.iter().map(lines).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sockets_are_counted_by_the_fields_of_their_line() {
+        let text =
+            "sockets: used 9\nTCP: inuse 1 orphan 5 tw 200 alloc 1 mem 303\nUDP: inuse 7 mem 0\n";
+
+        assert_eq!(counted(text, "TCP:", &["inuse", "tw"]), 201);
+        assert_eq!(counted(text, "TCP6:", &["inuse"]), 0);
+    }
 }

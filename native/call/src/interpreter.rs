@@ -1,8 +1,10 @@
 //! An interpreter that is up, with what calls import: each call is a fork of it.
 //!
-//! Both sides send a length (u32, big endian) and a JSON text; `src/dsec/backends/fncall/zygote.py` is the other side.
+//! It is sent a byte with descriptors, and answers with a length (u32, big endian) and a JSON text. What a fork is to do is in
+//! the last descriptor, and read by the fork alone: what the interpreter itself has had in memory, every later call can read in
+//! its own. `src/dsec/backends/fncall/zygote.py` is the other side.
 
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::AtomicI32;
@@ -13,6 +15,7 @@ use dsec_sys::passing::{send_with, socket_pair};
 use dsec_sys::paths::open_at;
 use dsec_sys::process::{kill, Ended};
 use dsec_sys::rooted::c_path;
+use dsec_sys::sealed::sealed_file;
 use dsec_sys::signals::KILL;
 
 use crate::program::{json_text, programs_of};
@@ -84,10 +87,12 @@ impl Interpreter {
 
     /// Forks one with these descriptors as its 0, 1 and 2; `what` is JSON. Gives its pid.
     pub fn fork(&mut self, what: &str, standard: [&OwnedFd; 3]) -> io::Result<i32> {
-        let mut bytes = (what.len() as u32).to_be_bytes().to_vec();
-        bytes.extend_from_slice(what.as_bytes());
-        let sent = send_with(&self.socket, &bytes, &standard.map(AsFd::as_fd))?;
-        self.socket.write_all(&bytes[sent..])?;
+        let order = sealed_file(c"order", what.as_bytes(), 0o400)?;
+        let [stdin, stdout, stderr] = standard;
+        let passed = [stdin, stdout, stderr, &order].map(AsFd::as_fd);
+        if send_with(&self.socket, b"\0", &passed)? != 1 {
+            return Err(io::ErrorKind::WriteZero.into());
+        }
         let said = self.answer()?;
         said.parse()
             .map_err(|_| io::Error::other(format!("the interpreter: {said}")))

@@ -48,10 +48,16 @@ impl Places {
         })
     }
 
+    /// One that could not be made whole is never run in.
     pub fn make(&mut self, new: &NewPlace) -> io::Result<Placed> {
         if let Some(what) = &self.dirty {
             return Err(io::Error::other(format!("an earlier call has left {what}")));
         }
+        let placed = self.make_place(new);
+        placed.inspect_err(|error| self.spoil(error))
+    }
+
+    fn make_place(&mut self, new: &NewPlace) -> io::Result<Placed> {
         if let Some(place) = self.open.get(new.place) {
             return place.renew(&new.files);
         }
@@ -94,6 +100,9 @@ impl Places {
     }
 
     pub fn get(&self, place: usize) -> io::Result<&Place> {
+        if let Some(what) = &self.dirty {
+            return Err(io::Error::other(what.clone()));
+        }
         self.open
             .get(place)
             .ok_or_else(|| io::Error::other("there is no such place"))

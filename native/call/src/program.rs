@@ -60,6 +60,8 @@ pub fn run(places: &Places, interpreter: Option<&mut Interpreter>, run: &Run) ->
     drop((out.write, err.write, stdin));
     let mut leader = match started {
         Ok(leader) => leader,
+        // The interpreter that was up is lost: nothing that the code or the environment could help.
+        Err(error) if run.warm => return Err(error),
         Err(error) => return Ok(not_started(&error)),
     };
     let mut output = [

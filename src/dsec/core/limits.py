@@ -149,6 +149,7 @@ CALL_PIDS_DEFAULT: Final = 64  # a JVM and its threads
 CALL_PIDS_MAX: Final = 4_096  # of one call; the place's own bound is above
 CALL_FILE_BYTES_DEFAULT: Final = 64 * MIB  # one file; all are in memory and count against its limit
 CALLS_QUEUED_MAX: Final = 10_000  # waiting on one node, each with its body in memory; beyond it 429
+CALLS_QUEUED_PER_PROJECT_MAX: Final = 5_000  # half of the node's, so that no project alone keeps all others out
 CALL_PLACES_MAX: Final = 64  # containers for calls of one node: each takes an id range that a sandbox could have
 CALL_POOLS_MAX: Final = 64  # of one node; the one without calls for the longest time makes room
 

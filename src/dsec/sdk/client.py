@@ -175,8 +175,9 @@ class AsyncClient:
     ) -> list[CallResult | DsecError]:
         """Many calls, `concurrency` of them under way at once: for each, in order, its result or the error that it
         failed with. `dsec.make_call` makes a request from the arguments of `call`."""
-        if not 1 <= concurrency <= limits.CALLS_QUEUED_MAX:
-            raise LimitError(f"concurrency must be between 1 and {limits.CALLS_QUEUED_MAX}, and is {concurrency}")
+        if not 1 <= concurrency <= limits.CALLS_QUEUED_PER_PROJECT_MAX:
+            most = limits.CALLS_QUEUED_PER_PROJECT_MAX
+            raise LimitError(f"concurrency must be between 1 and {most}, and is {concurrency}")
         todo = enumerate(requests)
         found: dict[int, CallResult | DsecError] = {}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -28,6 +29,16 @@ def check_call_path(path: str) -> None:
         raise LimitError(
             f"a path of a call has at most {limits.CALL_PATH_BYTES_MAX} bytes and {limits.CALL_PATH_PARTS_MAX} parts"
         )
+
+
+def check_beside(paths: Iterable[str]) -> None:
+    """Raises InvalidArgumentError when one of these files would have to be a directory for another."""
+    found = set(paths)
+    for path in found:
+        parts = path.split("/")
+        for end in range(1, len(parts)):
+            if (parent := "/".join(parts[:end])) in found:
+                raise InvalidArgumentError(f"{parent!r} of the call is a file, and {path!r} is in it")
 
 
 def check_args(args: tuple[str, ...]) -> None:
@@ -168,6 +179,7 @@ class CallRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         paths = [file.path for file in self.files]
         if len(set(paths)) < len(paths):
             raise InvalidArgumentError("two files of the call have the same path")
+        check_beside(paths)
         _within("queue_s", self.queue_s, 0, limits.CALL_QUEUE_S_MAX)
         if self.cases and self.stdin:
             raise InvalidArgumentError("a call with cases takes stdin from each of them, not its own")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from dsec.backends.fncall.perform import Performed, perform
+from dsec.backends.fncall.perform import Performed, check_files, perform
 from dsec.backends.fncall.pool import Pool
 from dsec.backends.fncall.tasks import TaskType, TaskTypes
 from dsec.backends.fncall.worker import Launched, Worker
@@ -21,6 +21,7 @@ from dsec.core.spec import Environment
 from dsec.observe import metrics
 from dsec.wire.calls import CallAnswer, CallPool, CallRequest, TaskTypeInfo
 
+_STARVED_S: Final = 1.0  # without any place, while other pools have all of them: then the next that is free is theirs
 _LOOK_S: Final = 5.0  # between two looks for places that nobody needs
 _TRIES: Final = 2  # of a call that was not begun with; once more in another place, no oftener
 
@@ -76,7 +77,8 @@ class Calls:
         CapacityError (with `retry_after_s`), SandboxFaultError; nothing has run in each case."""
         type = self.types.get(request.type)
         checker_type = self.types.get(request.checker.type) if request.checker is not None else None
-        pool = self._pool(request.environment, request.type, type)
+        check_files(request, type)
+        pool = self._pool(request.environment, request.type, type, project)
         try:
             return await self._tried(pool, request, project, type, checker_type)
         except EnvironmentNotFoundError:
@@ -142,13 +144,19 @@ class Calls:
             spoilt = outcome[0].spoilt if outcome else "a call did not come to its end"
             pool.release(worker, project, time.monotonic() - began, spoilt=spoilt)
 
-    def _pool(self, environment: Environment, name: str, type: TaskType) -> Pool:
+    def _pool(self, environment: Environment, name: str, type: TaskType, project: str) -> Pool:
         if self._closed or not self._config.places_max:
             raise CapacityError("this node takes no calls", hint="`[calls] places_max` is 0, or it is stopping")
         if sum(len(pool.queue) for pool in self._pools.values()) >= limits.CALLS_QUEUED_MAX:
             wait_s = max((pool.wait_s() for pool in self._pools.values()), default=1.0)
             raise CapacityError(
                 f"{limits.CALLS_QUEUED_MAX} calls are waiting", hint="try again later", retry_after_s=wait_s
+            )
+        if sum(pool.queue.waiting(project) for pool in self._pools.values()) >= limits.CALLS_QUEUED_PER_PROJECT_MAX:
+            raise CapacityError(
+                f"{limits.CALLS_QUEUED_PER_PROJECT_MAX} calls of this project are waiting",
+                hint="try again later",
+                retry_after_s=max(pool.wait_s() for pool in self._pools.values()),
             )
         key = (environment, name)
         pool = self._pools.get(key)
@@ -161,13 +169,13 @@ class Calls:
                     lambda: self._launch(environment), type, program=program, preload=self._config.preload
                 )
 
-            pool = self._pools[key] = Pool("+".join(environment.names()), name, start, self._may_grow)
+            pool = self._pools[key] = Pool("+".join(environment.names()), name, start, self._may_grow, self._starved)
         return pool
 
     def _make_room_for_pool(self) -> None:
         if len(self._pools) < limits.CALL_POOLS_MAX:
             return
-        unused = [(pool.used_at, key) for key, pool in self._pools.items() if not pool.busy and not len(pool.queue)]
+        unused = [(pool.used_at, key) for key, pool in self._pools.items() if pool.unused]
         if not unused:
             raise CapacityError("too many kinds of calls at once", retry_after_s=1.0)
         _, key = min(unused, key=lambda found: found[0])
@@ -179,6 +187,13 @@ class Calls:
             return True
         others = sorted((other for other in self._pools.values() if other is not pool), key=lambda p: p.used_at)
         return any(other.drop_one() for other in others)
+
+    def _starved(self, pool: Pool) -> Pool | None:
+        """Whose calls have waited longest of those that have no place, while `pool` gives one back."""
+        if sum(other.places for other in self._pools.values()) >= self._config.places_max:
+            return None  # there would be no room even so
+        found = [(waited, other) for other in self._pools.values() if (waited := other.starved_s()) > _STARVED_S]
+        return max(found, key=lambda entry: entry[0])[1] if found else None
 
     async def _look(self) -> None:
         while True:

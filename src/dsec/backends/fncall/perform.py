@@ -25,6 +25,7 @@ from dsec.wire.calls import (
     Checker,
     PhaseLimits,
     PhaseResult,
+    check_beside,
 )
 
 _CALL: Final = 0
@@ -45,6 +46,9 @@ class _Call:
     request: CallRequest
     type: TaskType
     checker_type: TaskType | None
+    own_bytes: int = 0  # of the place, before anything of the call was there
+    begun: bool = False  # some of its code has run, or been compiled
+    crowded: bool = False  # what the code has left leaves no room to judge it
     kills: int = 0
     lost: str | None = None  # the place broke down, or something of the call stays in it
     cases: list[CaseResult] = field(default_factory=list)
@@ -52,11 +56,20 @@ class _Call:
     finished: runner.Finished | None = None
 
 
+def check_files(request: CallRequest, type: TaskType) -> None:
+    """Raises InvalidArgumentError for files that cannot be beside the code's own; before a place is taken."""
+    if any(file.path == type.source for file in request.files):
+        raise InvalidArgumentError(
+            f"{type.source!r} is the file of the code itself", hint="give that file another name"
+        )
+    check_beside([type.source, *(file.path for file in request.files)])
+
+
 async def perform(
     worker: Worker, request: CallRequest, type: TaskType, checker_type: TaskType | None = None
 ) -> Performed:
-    """Raises UnsupportedError or InvalidArgumentError for what the environment cannot run, SandboxFaultError when the
-    place failed before the code was begun with: then it may be tried in another."""
+    """Files are checked already. Raises UnsupportedError for what the environment cannot run, SandboxFaultError when
+    the place failed before the code was begun with: then it may be tried in another."""
     call = _Call(worker, request, type, checker_type)
     _, call.kills = worker.memory()
     place = runner.Order(place=runner.Place(place=_CALL, files=_files(request.files, type.source, request.code)))
@@ -134,11 +147,13 @@ async def _cases(call: _Call) -> None:
                 prepared = True
             if verdict is None or verdict.status is CallStatus.FINISHED:
                 verdict = await _check(call, checker, case, run)
-                status = _verdict(verdict)
+                status = _verdict(call, verdict)
             else:
-                status = CallStatus.PLATFORM_FAILURE
+                status = CallStatus.MEMORY_LIMIT if call.crowded else CallStatus.PLATFORM_FAILURE
         elif status is CallStatus.FINISHED and not _expected(request, case, run):
             status = CallStatus.WRONG_ANSWER
+        if verdict is not None:
+            verdict = _kept(call, verdict)
         call.cases.append(CaseResult(index=index, status=status, run=_kept(call, run), checker=verdict))
         if call.lost is not None or (status is not CallStatus.FINISHED and request.stop_early):
             return
@@ -163,8 +178,12 @@ async def _prepare_checker(call: _Call, checker: Checker) -> PhaseResult | None:
         raise InvalidArgumentError("a checker without a task type")
     place = runner.Order(place=runner.Place(place=_CHECKER, files=_files((), type.source, checker.code)))
     if type.compile is None:
-        _check_placed(call, (await call.worker.ask([place]))[0])
-        return None
+        try:
+            (answer,) = await call.worker.ask([place])
+        except SandboxFaultError as error:
+            call.lost = str(error)
+            return PhaseResult(status=CallStatus.PLATFORM_FAILURE, detail=call.lost)
+        return None if answer.placed is not None else _no_place(call, answer)
     return await _phase(call, type, list(type.compile), checker.limits, place=_CHECKER, before=place)
 
 
@@ -176,10 +195,24 @@ async def _check(call: _Call, checker: Checker, case: CallCase, run: PhaseResult
     files = [runner.NewFile(path=path, data=data, mode=0o644) for path, data in shown.items()]
     place = runner.Order(place=runner.Place(place=_CHECKER, files=files))
     # Never the interpreter that is up for the code it judges: that may be of another type.
-    return await _phase(call, type, list(type.run), checker.limits, place=_CHECKER, before=place)
+    judged = await _phase(call, type, list(type.run), checker.limits, place=_CHECKER, before=place)
+    if judged.status is CallStatus.MEMORY_LIMIT:
+        left, room = call.worker.own_bytes - call.own_bytes, call.worker.memory_bytes - call.own_bytes
+        call.crowded = call.crowded or left > room // 2
+    return judged
 
 
-def _verdict(checker: PhaseResult) -> CallStatus:
+def _no_place(call: _Call, answer: runner.Answer) -> PhaseResult:
+    """Code has run here, and what it left is in the way: to run it once more elsewhere would help nobody."""
+    call.lost = f"no place for a program: {answer.refused}"
+    call.crowded = True
+    return PhaseResult(status=CallStatus.MEMORY_LIMIT, detail=call.lost)
+
+
+def _verdict(call: _Call, checker: PhaseResult) -> CallStatus:
+    """Who leaves no room for its judge has not passed, and the judge is not to blame."""
+    if call.crowded:
+        return CallStatus.MEMORY_LIMIT
     if checker.exit_code == _RIGHT:
         return CallStatus.FINISHED
     return CallStatus.WRONG_ANSWER if checker.exit_code == _WRONG else CallStatus.PLATFORM_FAILURE
@@ -220,6 +253,7 @@ async def _phase(
         orders.append(_finish(call.request))
     try:
         await worker.bound(bounds.memory_bytes)
+        call.own_bytes = call.own_bytes or worker.own_bytes
         answers = await worker.ask(orders)
     except SandboxFaultError as error:
         call.lost = str(error)
@@ -228,7 +262,10 @@ async def _phase(
         return PhaseResult(status=status, detail=str(error))
     peak, kills = worker.memory()
     if before is not None:
-        _check_placed(call, answers.pop(0))
+        placed = answers.pop(0)
+        if call.begun and placed.placed is None:
+            return _no_place(call, placed)
+        _check_placed(call, placed)
     if finish:
         call.finished = answers[-1].finished
     ran = answers[0].ran
@@ -236,10 +273,14 @@ async def _phase(
         call.lost = f"a program could not be run: {answers[0].refused}"
         return PhaseResult(status=CallStatus.PLATFORM_FAILURE, detail=call.lost)
     for_memory, call.kills = kills > call.kills, kills
+    if ran.why == "start" and place == _CALL and call.begun:
+        # It was compiled, or has run before: the code has made no program, or taken it away.
+        return PhaseResult(status=CallStatus.ERROR, detail=ran.detail[:300])
     if ran.why == "start":
         raise UnsupportedError(
             f"the environment cannot run {ran.detail[:300]}", hint="calls of this task type need it in the environment"
         )
+    call.begun = True
     return PhaseResult(
         status=CallStatus.MEMORY_LIMIT if for_memory else _status(ran),
         exit_code=ran.code,
@@ -261,9 +302,6 @@ def _status(ran: runner.Ran) -> CallStatus:
 
 
 def _files(files: tuple[CallFile, ...], source: str, code: str) -> list[runner.NewFile]:
-    """Raises InvalidArgumentError when a file has the name of the code's own."""
-    if any(file.path == source for file in files):
-        raise InvalidArgumentError(f"{source!r} is the file of the code itself", hint="give that file another name")
     own = CallFile(source, code.encode("utf-8", "surrogateescape"))
     return [
         runner.NewFile(path=file.path.encode("utf-8", "surrogateescape"), data=file.data, mode=file.mode)

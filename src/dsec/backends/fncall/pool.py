@@ -24,14 +24,21 @@ _RETRY_S_MAX: Final = 60.0
 
 @dataclass(slots=True, eq=False)
 class Ticket:
+    came: float = field(default_factory=time.monotonic)
     given: asyncio.Future[Worker] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Pool:
-    """`start` makes a worker; `may_grow` says whether the node has room for one more of this pool."""
+    """`start` makes a worker; `may_grow` says whether the node has room for one more of this pool; `starved` which pool
+    is to have the place that this one has just been given back, if another one needs it more."""
 
     def __init__(
-        self, name: str, type: str, start: Callable[[], Awaitable[Worker]], may_grow: Callable[[Pool], bool]
+        self,
+        name: str,
+        type: str,
+        start: Callable[[], Awaitable[Worker]],
+        may_grow: Callable[[Pool], bool],
+        starved: Callable[[Pool], Pool | None] = lambda _: None,
     ) -> None:
         self.name = name
         self.type = type
@@ -44,6 +51,7 @@ class Pool:
         self.used_at = time.monotonic()
         self._start = start
         self._may_grow = may_grow
+        self._starved = starved
         self._failure: tuple[float, DsecError] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._took_s = 0.1
@@ -52,6 +60,11 @@ class Pool:
     @property
     def places(self) -> int:
         return len(self.idle) + self.busy + self.starting
+
+    @property
+    def unused(self) -> bool:
+        """Nothing of it is lost to anybody: one that a place is being made for would never get to know of its end."""
+        return not self.busy and not self.starting and not len(self.queue)
 
     async def acquire(self, project: str, wait_s: float) -> Worker:
         """A worker for one call; `release` must follow. Raises CapacityError when none came in time, or what kept one
@@ -91,10 +104,20 @@ class Pool:
         if spoilt is not None or worn or not worker.alive or self._closed:
             self.retired += 1
             worker.close()
+        elif (other := self._starved(self)) is not None:
+            self.retired += 1
+            worker.close()
+            other.grow()
         else:
             self.idle.append(worker)
         self.serve()
         self.grow()
+
+    def starved_s(self) -> float:
+        """For how long somebody has waited here, where there is no place at all."""
+        if not len(self.queue) or self.places:
+            return 0.0
+        return time.monotonic() - min(ticket.came for ticket in self.queue)
 
     def serve(self) -> None:
         """Idle places to who waits, in the order of the queue."""

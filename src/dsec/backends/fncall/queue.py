@@ -39,6 +39,10 @@ class FairQueue(Generic[T]):
         for project in self._projects.values():
             yield from project.waiting
 
+    def waiting(self, project: str) -> int:
+        known = self._projects.get(project)
+        return len(known.waiting) if known is not None else 0
+
     def push(self, project: str, item: T) -> None:
         known = self._projects.get(project)
         if known is None:

@@ -53,7 +53,7 @@ class Worker:
         self._decoder = Decoder()
         self._read = self._acked = 0
         self._removal: asyncio.Task[None] | None = None
-        self._own_bytes = 0  # of the place itself, before a run
+        self.own_bytes = 0  # of the place itself, before a run
         self._bound_bytes = launched.memory_bytes
 
     @classmethod
@@ -114,8 +114,8 @@ class Worker:
     async def bound(self, memory_bytes: int | None) -> None:
         """What the next run may use, above what the place itself does. None: as much as there is."""
         most = self._launched.memory_bytes
-        self._own_bytes = self._launched.instance.memory_now() or 0
-        wanted = most if memory_bytes is None else min(most, max(self._own_bytes, _HEADROOM_BYTES) + memory_bytes)
+        self.own_bytes = self._launched.instance.memory_now() or 0
+        wanted = most if memory_bytes is None else min(most, max(self.own_bytes, _HEADROOM_BYTES) + memory_bytes)
         if wanted != self._bound_bytes:
             await self._launched.instance.bound_memory(wanted)
             self._bound_bytes = wanted
@@ -124,12 +124,16 @@ class Worker:
     def memory(self) -> tuple[int | None, int]:
         """The peak of the last run, if this host tells, and kills for memory so far."""
         peak, kills = self._launched.instance.memory_events()
-        return (None if peak is None else max(0, peak - self._own_bytes)), kills
+        return (None if peak is None else max(0, peak - self.own_bytes)), kills
 
     def environment(self, type: TaskType, env: dict[str, str]) -> list[bytes]:
         """`NAME=value` of what a program of a call gets: the environment's, the task type's, the caller's last."""
         merged = {"PATH": _PATH.decode(), "LANG": "C.UTF-8", **self._launched.env, **type.env, **env}
         return [f"{name}={value}".encode("utf-8", "surrogateescape") for name, value in merged.items()]
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._launched.memory_bytes
 
     @property
     def alive(self) -> bool:

@@ -3,6 +3,8 @@
 `dsec-call` starts it with a socket as descriptor 3 (native/call/src/interpreter.rs has the protocol). It is a file of
 its own without imports of dsec, for the environment's Python, whatever version of 3 that is (3.6 or later).
 
+What is in the memory of this process every later call can read in its own: orders are read by the forks alone.
+
     python3 -IB zygote.py MODULE…       the modules are imported before the first call
 """
 
@@ -20,7 +22,7 @@ import struct
 import sys
 import threading
 import types
-from typing import Any, Dict, List, NoReturn, Optional, Tuple
+from typing import Any, Dict, List, NoReturn, Optional
 
 _SCORE = b"1000"  # when memory is short, calls go before us
 _PR_SET_DUMPABLE = 4
@@ -43,16 +45,16 @@ def main(modules: List[str]) -> None:
     libc = ctypes.CDLL(None)
     _send(link, "ready")
     while True:
-        order = _receive(link)
-        if order is None:
+        passed = _receive(link)
+        if passed is None:
             return
-        what, standard = order
         pid = os.fork()
         if pid == 0:
             link.detach()
-            _become(libc, what, standard)
+            what = _order(passed[3])
+            _become(libc, what, passed[:3])
             _run(what["argv"])
-        for number in standard:
+        for number in passed:
             os.close(number)
         _send(link, str(pid))
         _, status, usage = os.wait4(pid, 0)
@@ -65,29 +67,20 @@ def _send(link: socket.socket, text: str) -> None:
     link.sendall(struct.pack(">I", len(body)) + body)
 
 
-def _receive(link: socket.socket) -> Optional[Tuple[Dict[str, Any], List[int]]]:
-    """One order and its three descriptors; None at the end."""
+def _receive(link: socket.socket) -> Optional[List[int]]:
+    """Three descriptors for a fork, and one with its order; None at the end."""
     numbers = array.array("i")
-    head, ancillary, _, _ = link.recvmsg(4, socket.CMSG_SPACE(3 * numbers.itemsize), socket.MSG_CMSG_CLOEXEC)
+    mark, ancillary, _, _ = link.recvmsg(1, socket.CMSG_SPACE(4 * numbers.itemsize), socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-    head += _exactly(link, 4 - len(head)) if head else b""
-    if not head:
-        return None
-    body = _exactly(link, struct.unpack(">I", head)[0])
-    return json.loads(body.decode("utf-8", "surrogatepass")), numbers.tolist()
+    return numbers.tolist() if mark else None
 
 
-def _exactly(link: socket.socket, count: int) -> bytes:
-    parts = []
-    while count:
-        part = link.recv(min(count, 1 << 16))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+def _order(number: int) -> Dict[str, Any]:
+    with open(number, "rb") as file:
+        found: Dict[str, Any] = json.loads(file.read().decode("utf-8", "surrogatepass"))
+    return found
 
 
 def _become(libc: ctypes.CDLL, what: Dict[str, Any], standard: List[int]) -> None:

@@ -1,0 +1,122 @@
+"""Pools of places: which of them gets a place that is free, and that none is forgotten while it makes one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from dsec.backends.fncall import calls as service
+from dsec.backends.fncall import pool as pools
+from dsec.backends.fncall.calls import Calls, CallsConfig
+from dsec.backends.fncall.worker import Worker
+from dsec.core import limits
+from dsec.core.errors import CapacityError
+from dsec.core.spec import Environment
+from dsec.testing.waiting import eventually
+
+
+@dataclass(eq=False)
+class FakeWorker:
+    id: str
+    calls: int = 0
+    started_at: float = 1e18
+    idle_since: float = 0.0
+    alive: bool = True
+    closed: bool = False
+
+    def close(self) -> asyncio.Future[None]:
+        self.closed = True
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeWorker]:
+    workers: list[FakeWorker] = []
+    numbers = count()
+
+    async def start(*_: object, **__: object) -> FakeWorker:
+        await asyncio.sleep(0.01)
+        workers.append(FakeWorker(str(next(numbers))))
+        return workers[-1]
+
+    monkeypatch.setattr(Worker, "start", start)
+    return workers
+
+
+def service_of(places_max: int) -> Calls:
+    async def launch(_: Environment) -> object:
+        raise AssertionError
+
+    return Calls(CallsConfig(places_max=places_max), launch, lambda: Path("/dev/null"))  # type: ignore[arg-type]
+
+
+def pool_of(calls: Calls, environment: str, project: str = "/p") -> pools.Pool:
+    return calls._pool(Environment(environment), "sh", calls.types.get("sh"), project)
+
+
+async def test_a_pool_that_always_has_work_does_not_keep_all_places_from_another(
+    made: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_STARVED_S", 0.01)
+    calls = service_of(1)
+    busy, other = pool_of(calls, "busy"), pool_of(calls, "other")
+    done = asyncio.Event()
+
+    async def work() -> None:
+        while not done.is_set():
+            worker = await busy.acquire("/greedy", 5)
+            await asyncio.sleep(0.001)
+            busy.release(worker, "/greedy", 0.001, spoilt=None)
+
+    greedy = [asyncio.create_task(work()) for _ in range(3)]
+    await eventually(lambda: busy.busy > 0)
+    worker = await other.acquire("/modest", 5)
+    other.release(worker, "/modest", 0.001, spoilt=None)
+    done.set()
+    await asyncio.gather(*greedy)
+
+    assert sum(not worker.closed for worker in made) == 1
+
+
+async def test_a_pool_that_makes_a_place_makes_no_room_for_another(
+    made: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller has gone, and the place comes all the same: somebody has to know of it."""
+    monkeypatch.setattr(limits, "CALL_POOLS_MAX", 1)
+    calls = service_of(4)
+    first = pool_of(calls, "first")
+    with pytest.raises(CapacityError):
+        await first.acquire("/p", 0.0)
+
+    with pytest.raises(CapacityError):
+        pool_of(calls, "second")
+    await eventually(lambda: bool(first.idle))
+    pool_of(calls, "second")
+    await calls.close()
+
+    assert [worker.closed for worker in made] == [True]
+
+
+async def test_one_project_alone_does_not_fill_the_queue(
+    made: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "CALLS_QUEUED_PER_PROJECT_MAX", 2)
+    calls = service_of(1)
+    pool = pool_of(calls, "first")
+    waiting = [asyncio.create_task(pool.acquire("/greedy", 5)) for _ in range(3)]
+    await eventually(lambda: pool.busy == 1)
+
+    with pytest.raises(CapacityError):
+        pool_of(calls, "other", "/greedy")
+    assert pool_of(calls, "other", "/modest")
+
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await calls.close()
