@@ -66,6 +66,7 @@ class LayerDesk:
         return await self._node.environments.use_of_layer(request.digest)
 
     async def _remove(self, request: LayerRef, caller: Caller, _: str | None) -> Done:
-        await self._node.environments.remove_layer(request.digest, live=self._node.layers_in_use())
+        async with self._node.snapshots.changing:
+            await self._node.environments.remove_layer(request.digest, live=self._node.layers_in_use())
         await self._node.let_layers_go()
         return Done()

@@ -353,11 +353,10 @@ class Service:
         return await self._node.environments.get(request.name)
 
     async def _environment_remove(self, request: EnvironmentRef, caller: Caller, _: str | None) -> Done:
-        live = self._node.layers_in_use()
-        live = {digest for sandbox in self._node.registry for digest in sandbox.row.layers}
         await self._node.calls.drop({request.name})
         await self._node.warm.drop((await self._node.environments.get(request.name)).layers)
-        await self._node.environments.remove(request.name, live=live)
+        async with self._node.snapshots.changing:  # none is named while it is looked which layers they have
+            await self._node.environments.remove(request.name, live=self._node.layers_in_use())
         await self._node.let_layers_go()
         return Done()
 

@@ -17,6 +17,7 @@ from dsec.backends.fncall.tasks import TaskType, TaskTypes
 from dsec.backends.fncall.worker import Launched, Worker
 from dsec.core import limits
 from dsec.core.errors import CapacityError, EnvironmentNotFoundError, InvalidArgumentError, SandboxFaultError
+from dsec.core.references import parse_reference
 from dsec.core.spec import Environment
 from dsec.observe import metrics
 from dsec.wire.calls import CallAnswer, CallPool, CallRequest, TaskTypeInfo
@@ -123,10 +124,14 @@ class Calls:
         ]
 
     async def drop(self, names: set[str]) -> None:
-        """Environments that are to be removed: idle places of theirs go, and no others come back by themselves."""
+        """Environments that are to be removed: idle places of theirs go, and no others come back by themselves.
+
+        By whatever tag or digest they are meant: what goes in vain is made again when it is needed.
+        """
         ends = []
+        wanted = {parse_reference(name).name for name in names}
         for (environment, _), pool in list(self._pools.items()):
-            if set(environment.names()) & names:
+            if {parse_reference(name).name for name in environment.names()} & wanted:
                 ends += pool.shrink(0.0)
         await asyncio.gather(*ends, return_exceptions=True)
 
