@@ -13,12 +13,13 @@ import pytest
 from dsec.backends.base import Instance, InstanceSpec, Intend
 from dsec.backends.fake.backend import FakeBackend
 from dsec.backends.fake.host import FakeHost
-from dsec.core.errors import DsecError, HostError, IdempotencyError
+from dsec.core.errors import DsecError, HostError, IdempotencyError, UnavailableError
 from dsec.core.ids import new_exec_id, new_sandbox_id
 from dsec.core.limits import EXEC_UNACKED_BYTES_MAX
 from dsec.core.spec import Substrate
 from dsec.core.states import EndCause
 from dsec.node.journal import Journal
+from dsec.node.supervisor import Supervisor
 from dsec.testing.faults import Faults
 from dsec.testing.nodes import FAKE_SPEC, NodeClient, crash, fake_instance, make_fake_node
 from dsec.testing.waiting import eventually
@@ -239,6 +240,26 @@ async def test_a_sandbox_that_died_meanwhile_has_a_tombstone_and_leaves_nothing(
         view = await client.call(Method.GET, records.SandboxRef(sandbox.id), records.Sandbox)
 
     assert view.state == "failed"
+    assert host.leftovers() == []
+
+
+async def test_one_that_dies_while_it_is_taken_over_is_told_by_its_own_cause(
+    tmp_path: Path, host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path, host) as client:
+        sandbox = await create(client)
+        world = fake_instance(client.node, sandbox.id)
+        await crash(client.node)
+
+    async def dies(*_: object) -> None:
+        await world.crash(EndCause.OOM)
+        raise UnavailableError("the channel is lost")
+
+    monkeypatch.setattr(Supervisor, "take_over", dies)
+    async with running(tmp_path, host) as client:
+        view = await client.call(Method.GET, records.SandboxRef(sandbox.id), records.Sandbox)
+
+    assert (view.state, view.cause) == ("failed", "oom")
     assert host.leftovers() == []
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from dsec.core.errors import NotFoundError, StorageError
+from dsec.core.errors import NotFoundError, StorageError, UnavailableError
 from dsec.storage.loader import Loader
 from dsec.storage.mounts import mount_erofs
 from dsec.storage.remote import RemoteLayers
@@ -66,6 +68,19 @@ def test_a_trace_is_fetched_before_anybody_asks(site: Site) -> None:
     assert site.remote.stats_of(site.digest).misses == 0
 
 
+def pid_of_worker(site: Site) -> int:
+    """A request is repeated once by itself; two workers may have been killed under it."""
+    found: list[int] = []
+
+    def asked() -> bool:
+        with suppress(UnavailableError):
+            found.append(site.loader.hello().pid)
+        return bool(found)
+
+    until(asked)
+    return found[0]
+
+
 def test_kill_9_of_the_worker_under_reads_loses_nothing(site: Site) -> None:
     top = site.mount()
     wrong: list[int] = []
@@ -73,8 +88,18 @@ def test_kill_9_of_the_worker_under_reads_loses_nothing(site: Site) -> None:
     def reader(number: int) -> None:
         for _ in range(4):
             drop_page_cache()
-            if read(top, number) != content(number):
+            if read_again(number) != content(number):
                 wrong.append(number)
+
+    def read_again(number: int) -> bytes:
+        """By fanotify a read that was not noted yet fails with its worker (docs/internals/loader.md)."""
+        for _ in range(100):
+            try:
+                return read(top, number)
+            except OSError as error:
+                if site.front != "fanotify" or error.errno != errno.EIO:
+                    raise
+        raise AssertionError("each of a hundred reads has failed")
 
     threads = [threading.Thread(target=reader, args=(number,)) for number in range(FILES)]
     if not site.loader.hello().resends:
@@ -83,7 +108,7 @@ def test_kill_9_of_the_worker_under_reads_loses_nothing(site: Site) -> None:
         for thread in threads:
             thread.start()
         for _ in range(3):
-            os.kill(site.loader.hello().pid, signal.SIGKILL)
+            os.kill(pid_of_worker(site), signal.SIGKILL)
             until(site.loader.is_running)
         for thread in threads:
             thread.join(DEADLINE_S)

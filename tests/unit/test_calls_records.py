@@ -146,7 +146,7 @@ def test_their_languages_become_ours() -> None:
     assert request.run.memory_bytes == 64 << 20
 
 
-@pytest.mark.parametrize("files", [{"a": "%%"}, {"/etc/x": "aGk="}])
+@pytest.mark.parametrize("files", [{"a": "%%"}, {"a": "\u00e4"}, {"/etc/x": "aGk="}])
 def test_their_files_are_checked(files: dict[str, str | None]) -> None:
     with pytest.raises(DsecError):
         request_of(RunCodeRequest(code="x", language="python", files=files), "base")

@@ -50,8 +50,10 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        boto3.client("s3").create_bucket(Bucket="layers")
-        yield open_place("s3://layers/prod")
+        # Of its own: what moto has is shared by all of its servers in one process.
+        name = f"layers-{os.urandom(4).hex()}"
+        boto3.client("s3").create_bucket(Bucket=name)
+        yield open_place(f"s3://{name}/prod")
     finally:
         server.stop()
 

@@ -56,6 +56,7 @@ def test_a_kernel_in_the_cache_is_used_and_needs_no_package_manager(
     kept = kernels.cache_directory() / f"{kernels.PACKAGE}=6.12.1-1"
     kept.mkdir(parents=True)
     (kept / "modules.order").write_text("a.ko\nb.ko\n")
+    (kept / "wanted").write_text(" ".join(kernels._MODULES))
 
     kernel = guest_kernel()
 

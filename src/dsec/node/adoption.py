@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
-from dsec.backends.base import Backend
+from dsec.backends.base import Backend, Instance, InstanceExit
 from dsec.core.errors import DsecError, GoneError, HostError, UnavailableError
 from dsec.core.ids import SandboxId
 from dsec.core.spec import Substrate
@@ -28,6 +28,7 @@ from dsec.observe.logs import get_logger
 log = get_logger(__name__)
 
 _ADOPT_TIMEOUT_S = 60.0
+_END_SHOWS_S = 6.0  # a container waits 5 s for its launcher to say how an agent ended
 
 
 class Adoption:
@@ -133,6 +134,7 @@ class Adoption:
             await self._adopt(sandbox, row)
 
     async def _adopt(self, sandbox: Supervisor, row: SandboxRow) -> None:
+        instance: Instance | None = None
         try:
             async with asyncio.timeout(_ADOPT_TIMEOUT_S):
                 with suppress(DsecError):  # a layer that is gone is still held by its mounts
@@ -144,9 +146,22 @@ class Adoption:
             await _end(sandbox, _cause_of(error), error.message)
         except (DsecError, TimeoutError, OSError) as error:
             log.error("a sandbox could not be taken over", sandbox=row.id, exc_info=error)
-            await _end(sandbox, EndCause.PLATFORM_FAILURE, f"it could not be taken over: {error or 'no answer'}")
+            ended = await _ended_meanwhile(instance)
+            if ended is not None:
+                await _end(sandbox, ended.cause, ended.detail)
+            else:
+                await _end(sandbox, EndCause.PLATFORM_FAILURE, f"it could not be taken over: {error or 'no answer'}")
         else:
             sandbox.arm()
+
+
+async def _ended_meanwhile(instance: Instance | None) -> InstanceExit | None:
+    """An agent that dies while it is taken over is no failure of ours; it shows as a lost channel first."""
+    if instance is not None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_SHOWS_S):
+                return await instance.wait()
+    return None
 
 
 async def _end(sandbox: Supervisor, cause: EndCause, detail: str | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from typing import Final
 
 import msgspec
@@ -110,5 +109,5 @@ def _relative(path: str) -> str:
 def _content(path: str, text: str | None) -> bytes:
     try:
         return base64.b64decode(text or "", validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # of binascii, or for what is not ASCII
         raise InvalidArgumentError(f"the content of {path[:100]!r} is not base64: {error}") from error

@@ -31,7 +31,7 @@ ROUTES = (
         Right.USE,
         body=CallRequest,
         answer=CallAnswer,
-        statuses=(429,),
+        statuses=(404, 429, 501),
     ),
     Route("GET", "/v1/calls/types", list_types, "What calls can be of.", Right.READ, answer=TaskTypePage),
     Route("GET", "/v1/calls/pools", list_pools, "The places for calls, now.", Right.READ, answer=CallPoolPage),

@@ -110,7 +110,7 @@ ROUTES = (
         Right.READ,
         answer=EnvironmentPage,
     ),
-    Route("GET", _ONE, get_environment, "One environment.", Right.READ, answer=EnvironmentInfo, statuses=(404,)),
+    Route("GET", _ONE, get_environment, "One environment.", Right.READ, answer=EnvironmentInfo, statuses=(404, 501)),
     Route(
         "DELETE",
         _ONE,
@@ -161,7 +161,7 @@ ROUTES = (
         "How much of an environment has been loaded from its store, layer by layer.",
         Right.READ,
         answer=EnvironmentStats,
-        statuses=(404,),
+        statuses=(404, 501),
     ),
     Route(
         "POST",

@@ -77,7 +77,7 @@ ROUTES = (
         Right.ADMIN,
         body=Composition,
         answer=EnvironmentInfo,
-        statuses=(404, 409),
+        statuses=(404, 409, 501),
         mutates=True,
     ),
     Route(
@@ -87,7 +87,7 @@ ROUTES = (
         "Lock an environment that is made of others to what those are now.",
         Right.ADMIN,
         answer=EnvironmentInfo,
-        statuses=(404,),
+        statuses=(404, 501),
         mutates=True,
     ),
     Route(
@@ -98,7 +98,7 @@ ROUTES = (
         Right.READ,
         params=(Param("other", Kind.TEXT, "NAME, NAME:TAG or NAME@DIGEST", required=True),),
         answer=EnvironmentDiff,
-        statuses=(404,),
+        statuses=(404, 501),
     ),
     Route(
         "POST",
@@ -122,7 +122,7 @@ ROUTES = (
         statuses=(404, 409, 429, 501),
         mutates=True,
     ),
-    Route("GET", _LAYER, get_layer, "One layer.", Right.READ, answer=LayerInfo, statuses=(404,)),
+    Route("GET", _LAYER, get_layer, "One layer.", Right.READ, answer=LayerInfo, statuses=(404, 501)),
     Route(
         "GET",
         "/v1/layers/{digest}/stats",
@@ -130,7 +130,7 @@ ROUTES = (
         "How much of a layer has been loaded from its store.",
         Right.READ,
         answer=LayerUse,
-        statuses=(404,),
+        statuses=(404, 501),
     ),
     Route(
         "DELETE",
@@ -139,7 +139,7 @@ ROUTES = (
         "Remove a layer that nothing has.",
         Right.ADMIN,
         answer=Done,
-        statuses=(404, 409),
+        statuses=(404, 409, 501),
         mutates=True,
     ),
 )

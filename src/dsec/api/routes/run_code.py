@@ -33,6 +33,6 @@ ROUTES = (
         params=(Param("environment", Kind.TEXT, "that it runs in; `base` without it"),),
         body=RunCodeRequest,
         answer=RunCodeAnswer,
-        statuses=(429,),
+        statuses=(404, 429, 501),
     ),
 )
