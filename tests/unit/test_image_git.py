@@ -194,6 +194,15 @@ def test_hooks_and_settings_of_the_repository_are_not_used(repository: Repositor
     assert not (place / ".git/hooks").exists()
 
 
+def test_a_server_cannot_send_git_to_another_protocol(repository: Repository, work: Path) -> None:
+    """As a redirect would, from https to services of this machine."""
+    (work / "tree").mkdir()
+    for protocol in ("http", "https"):
+        git_of = git._Git(work / "tree", work / "home", protocol, log=lambda line: None, proxies={})
+        with pytest.raises(InvalidArgumentError, match="transport 'file' not allowed"):
+            git_of.run("ls-remote", f"file://{repository.path}")
+
+
 def test_a_link_in_the_tree_leads_nowhere_outside(repository: Repository, work: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     (repository.path / "out").symlink_to(tmp_path / "precious")

@@ -19,9 +19,9 @@ from dsec.core.errors import (
 )
 from dsec.core.image_names import parse_image_name
 from dsec.image.registry.accounts import Accounts
-from dsec.image.registry.challenges import Challenge, parse_challenges
+from dsec.image.registry.challenges import Challenge, fetch_token, parse_challenges
 from dsec.image.registry.client import Registry, RegistrySettings
-from dsec.image.registry.web import check_redirect
+from dsec.image.registry.web import Patience, Web, check_redirect
 from tests.registries import LARGE, LAYER, Client, Fault, Front
 
 
@@ -96,6 +96,10 @@ def test_redirects_in_a_circle_end(front: Front, client: Client) -> None:
 def test_a_registry_cannot_send_us_to_where_only_we_can_go(asked: str, target: str) -> None:
     with pytest.raises(StorageError):
         check_redirect(asked, target)
+
+
+def test_a_registry_may_send_us_to_itself_wherever_it_is() -> None:
+    check_redirect("https://0.0.0.0/v2/", "https://0.0.0.0/v2/x")
 
 
 # ---- accounts and tokens -------------------------------------------------------------------------
@@ -189,6 +193,13 @@ def test_tokens_are_not_fetched_from_anywhere(front: Front, tmp_path: Path, real
 
     with pytest.raises(StorageError):
         client.pull()
+
+
+@pytest.mark.parametrize("realm", ["https://169.254.169.254/latest", "https://[fe80::1]/", "https://0.0.0.0:8080/x"])
+def test_tokens_are_not_asked_of_services_of_this_machine(realm: str) -> None:
+    web = Web()
+    with pytest.raises(StorageError, match="of this machine"):
+        fetch_token(web, Challenge("bearer", realm), [], None, registry="https://192.0.2.1/", patience=Patience())
 
 
 def test_challenges_are_read_as_they_come() -> None:

@@ -59,6 +59,18 @@ def test_a_place_for_uploads_is_not_told_who_we_are(front: Front, tmp_path: Path
         assert any(headers.get("Authorization", "").startswith("Bearer") for _, _, headers in front.requests)
 
 
+@pytest.mark.parametrize("location", ["https://169.254.169.254/x", "http://127.0.0.1:1/x", "http://0.0.0.0/x"])
+def test_uploads_do_not_go_to_services_of_this_machine(
+    front: Front, tmp_path: Path, location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(front, tmp_path, push=True)
+    front.faults = [Fault("/uploads/", status=202, headers={"Location": location}, method="POST", times=99)]
+    monkeypatch.setattr("dsec.image.registry.web.is_loopback", lambda url: "127.0.0.1:1" in url)
+
+    with pytest.raises(StorageError, match="of this machine"):
+        upload(client.registry, "sha256:" + "0" * 64, b"x")
+
+
 def test_an_upload_that_is_forgotten_again_and_again_is_given_up(front: Front, tmp_path: Path) -> None:
     client = Client(front, tmp_path, push=True)
     front.faults = [Fault("/uploads/", status=202, headers={"Location": "/v2/team/tools/up"}, method="POST", times=99)]

@@ -12,7 +12,16 @@ import msgspec
 
 from dsec.core.errors import InvalidArgumentError, StorageError
 from dsec.image.registry.accounts import Account
-from dsec.image.registry.web import BrokenError, Patience, Web, check_passing, host_of, is_loopback
+from dsec.image.registry.web import (
+    BrokenError,
+    Patience,
+    Web,
+    check_outward,
+    check_passing,
+    check_url,
+    host_of,
+    is_loopback,
+)
 from dsec.wire import codec
 
 _HEADER_CHARS_MAX: Final = 8_192
@@ -127,8 +136,7 @@ def _checked_realm(realm: str, registry: str) -> str:
     """Our password goes there: never in clear, unless the registry itself is asked in clear."""
     scheme = urlsplit(realm).scheme
     if scheme == "https" or (scheme == "http" and (urlsplit(registry).scheme == "http" or is_loopback(realm))):
-        if is_loopback(realm) and not is_loopback(registry):
-            raise StorageError(f"{host_of(registry)} sends us to {host_of(realm)} for a token, which is this machine")
+        check_outward(registry, check_url(realm))
         return realm
     raise StorageError(f"{host_of(registry)} sends us to a place for tokens that is not asked: {realm[:80]!r}")
 

@@ -24,6 +24,7 @@ from dsec.image.registry.web import (
     Patience,
     Sleep,
     Web,
+    check_outward,
     check_passing,
     check_url,
     host_of,
@@ -220,6 +221,7 @@ class Registry:
             if urlsplit(url).hostname != urlsplit(answer.url).hostname:
                 raise StorageError(f"{host_of(answer.url)} wants uploads in clear")
             url = urlunsplit(("https", urlsplit(answer.url).netloc, *urlsplit(url)[2:]))
+        check_outward(answer.url, url)
         return url
 
     # ---- one call -----------------------------------------------------------------------------

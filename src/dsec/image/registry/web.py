@@ -201,8 +201,14 @@ def check_redirect(asked: str, target: str) -> None:
     check_url(target)
     if urlsplit(asked).scheme == "https" and urlsplit(target).scheme != "https":
         raise StorageError(f"{host_of(asked)} redirects from https to http")
-    if _is_inward(target) and not is_loopback(asked):
-        raise StorageError(f"{host_of(asked)} redirects to {host_of(target)}, an address of this machine")
+    check_outward(asked, target)
+
+
+def check_outward(asked: str, target: str) -> None:
+    """Raises StorageError when a host sends us to services of this machine. Those there may, and each to itself,
+    for a registry in a container of this machine may have any name."""
+    if origin(asked) != origin(target) and not is_loopback(asked) and _is_inward(target):
+        raise StorageError(f"{host_of(asked)} sends us to {host_of(target)}, an address of this machine")
 
 
 def origin(url: str) -> tuple[str, str, int]:

@@ -85,7 +85,7 @@ def fill(
     top = work / "git"
     tree = top / "root" / source.path.strip("/")
     tree.mkdir(parents=True)
-    git = _Git(tree, top / "home", log=log, proxies=proxies)
+    git = _Git(tree, top / "home", source.url.partition(":")[0], log=log, proxies=proxies)
     _fetch(git, source)
     tags = _kept_tags(git, source)
     git.run("checkout", "-q", "--no-recurse-submodules", "-B", _BRANCH, source.commit)
@@ -124,7 +124,8 @@ def _ask(git: _Git, source: GitSource, *, depth: int | None) -> None:
         git.run("cat-file", "-e", f"{source.commit}^{{commit}}")
     except InvalidArgumentError:
         raise InvalidArgumentError(
-            f"{source.url} has no commit {source.commit}, or is no repository: {refused.message}"
+            f"{source.url} has no commit {source.commit}, or is no repository: {refused.message}",
+            hint="it is fetched by the node's git: can that reach it, and is the commit pushed?",
         ) from refused
     if depth is not None:
         # As if it had been given: the commits below are cut off, and go with what nothing refers to.
@@ -225,6 +226,7 @@ class _Git:
 
     tree: Path
     home: Path
+    protocol: str  # and no other: a server must not send us from https to http, where services of this machine are
     log: Callable[[str], None]
     proxies: Mapping[str, str]
     deadline: float = field(default_factory=lambda: time.monotonic() + limits.GIT_TIMEOUT_S)
@@ -299,7 +301,7 @@ class _Git:
             "GIT_TERMINAL_PROMPT": "0",
             "GIT_ASKPASS": "/bin/false",
             "SSH_ASKPASS": "/bin/false",
-            "GIT_ALLOW_PROTOCOL": "file:http:https",
+            "GIT_ALLOW_PROTOCOL": self.protocol,
             "GIT_NO_REPLACE_OBJECTS": "1",
             "GIT_NO_LAZY_FETCH": "1",
             "GIT_CEILING_DIRECTORIES": os.fspath(self.tree.parent),
