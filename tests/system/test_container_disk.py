@@ -35,6 +35,10 @@ async def test_a_sandbox_is_full_at_its_limit_and_says_how_full_it_is(
 
                 assert result.stdout == "1\n"
                 assert "No space left" in result.stderr or "quota" in result.stderr
+                failed = await sandbox.exec("head -c 1000000 /dev/zero > /more")
+                assert (failed.exit_code, failed.cause) == (1, "disk_full")
+                assert (await sandbox.exec("true")).cause is None
+                assert (await other.exec("false")).cause is None
                 full = await sandbox.metrics()
                 assert full.disk_limit_bytes == 32 * MIB
                 assert (before.disk_used_bytes or 0) < 4 * MIB

@@ -99,6 +99,7 @@ class InstanceUsage:
     oom_kills: int | None = None
     pids: int | None = None
     disk_used_bytes: int | None = None
+    disk_full: bool = False  # at its limit, of bytes or of files
     cpu_pressure_s: float | None = None
     memory_pressure_s: float | None = None
     frozen_s: float | None = None

@@ -10,7 +10,9 @@ from dsec.wire.records import Usage
 class UsageMeter:
     """Sums up samples. Memory between two samples counts as their mean; while frozen it counts on."""
 
-    __slots__ = ("_at", "_cpu_before_s", "_memory_bytes", "_oom_kills_before", "cpu_s", "memory_gib_s", "oom_kills")
+    __slots__ = (
+        "_at", "_cpu_before_s", "_disk_full", "_memory_bytes", "_oom_kills_before", "cpu_s", "memory_gib_s", "oom_kills"
+    )  # fmt: skip
 
     def __init__(self, now: float, *, memory_gib_s: float = 0.0) -> None:
         self.cpu_s = 0.0
@@ -20,6 +22,7 @@ class UsageMeter:
         self._memory_bytes: int | None = None
         self._cpu_before_s = 0.0  # of instances that were replaced
         self._oom_kills_before = 0
+        self._disk_full = False
 
     def sample(self, usage: InstanceUsage, now: float) -> None:
         """`now` is monotonic."""
@@ -27,12 +30,19 @@ class UsageMeter:
             self.cpu_s = max(self.cpu_s, self._cpu_before_s + usage.cpu_s)
         if usage.oom_kills is not None:
             self.oom_kills = max(self.oom_kills, self._oom_kills_before + usage.oom_kills)
+        self._disk_full = usage.disk_full
         if usage.memory_bytes is not None:
             before = usage.memory_bytes if self._memory_bytes is None else self._memory_bytes
             elapsed = max(0.0, now - self._at)
             self.memory_gib_s += (before + usage.memory_bytes) / 2 / GIB * elapsed
             self._memory_bytes = usage.memory_bytes
         self._at = now
+
+    def limit_hit(self, oom_kills_before: int) -> str | None:
+        """Which limit of its sandbox an exec that has failed since then ran into, as a cause of its end."""
+        if self.oom_kills > oom_kills_before:
+            return "oom"
+        return "disk_full" if self._disk_full else None
 
     def begin_anew(self) -> None:
         """Another instance counts from nothing; what the one before has used stays counted."""

@@ -34,7 +34,7 @@ class ExecDesk:
         tasks: Tasks,
         substrate: Substrate,
         oom_kills_seen: Callable[[], int],
-        oom_kills: Callable[[], Awaitable[int]],
+        limit_hit: Callable[[int], Awaitable[str | None]],
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -45,7 +45,7 @@ class ExecDesk:
         self._on_begin = on_begin
         self._on_end = on_end
         self._oom_kills_seen = oom_kills_seen  # without asking the host again: a start must not wait for that
-        self._runner = ExecRunner(table=table, link=link, clock=clock, oom_kills=oom_kills, on_end=on_end)
+        self._runner = ExecRunner(table=table, link=link, clock=clock, limit_hit=limit_hit, on_end=on_end)
 
     async def known(self, request: ExecRequest, hash: bytes) -> NodeExec | None:
         """The exec of this id, once it has started. Raises ConflictError when it was another request, and the error

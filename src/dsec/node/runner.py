@@ -46,13 +46,13 @@ class ExecRunner:
         table: ExecTable,
         link: Callable[[], AgentLink],
         clock: Clock,
-        oom_kills: Callable[[], Awaitable[int]],
+        limit_hit: Callable[[int], Awaitable[str | None]],
         on_end: Callable[[], None],
     ) -> None:
         self._table = table
         self._link = link
         self._clock = clock
-        self._oom_kills = oom_kills
+        self._limit_hit = limit_hit
         self._on_end = on_end
 
     async def run(self, exec: NodeExec, request: agent.Exec | None) -> None:
@@ -84,7 +84,7 @@ class ExecRunner:
             return
         except DsecError:
             return  # the link is given up: the supervisor ends the sandbox, and its execs with it
-        if self._finish(exec, await self._with_oom(exec, end)):
+        if self._finish(exec, await self._with_limit(exec, end)):
             with suppress(DsecError):
                 (await self._link().client()).exit_ack_later(exec.id)
 
@@ -170,14 +170,13 @@ class ExecRunner:
         self._on_end()
         return written
 
-    async def _with_oom(self, exec: NodeExec, end: ExecEnd) -> ExecEnd:
-        """A failed exec during which the kernel killed for memory says so: also when a child of it was hit."""
+    async def _with_limit(self, exec: NodeExec, end: ExecEnd) -> ExecEnd:
+        """A failed exec during which the kernel killed for memory says so, also when a child of it was hit; and one
+        that leaves the disk at its limit."""
         if end.cause is not None or (end.status == ExecStatus.EXITED and end.code == 0):
             return end
-        kills = await self._oom_kills()
-        if kills > exec.oom_kills_before:
-            return msgspec.structs.replace(end, cause="oom")
-        return end
+        cause = await self._limit_hit(exec.oom_kills_before)
+        return end if cause is None else msgspec.structs.replace(end, cause=cause)
 
 
 async def feed_stdin(exec: NodeExec, data: bytes) -> None:

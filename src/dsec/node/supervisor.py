@@ -83,7 +83,7 @@ class Supervisor:
             tasks=self._tasks,
             substrate=row.spec.substrate,
             oom_kills_seen=lambda: self.meter.oom_kills,
-            oom_kills=self._oom_kills,
+            limit_hit=self._limit_hit,
             on_begin=self.lifetime.begin,
             on_end=self._activity_over,
         )
@@ -347,9 +347,9 @@ class Supervisor:
         self.row = msgspec.structs.replace(self.row, agent_boot_id=client.hello.boot_id)
         self._desk.reconcile(client)
 
-    async def _oom_kills(self) -> int:
+    async def _limit_hit(self, oom_kills_before: int) -> str | None:
         await self.sample()
-        return self.meter.oom_kills
+        return self.meter.limit_hit(oom_kills_before)
 
     # -- its disk ----------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dsec.backends.container.backend import ContainerBackend
 
 _EXIT_REPORT_S = 5.0
+_DISK_LEFT_BYTES = 64 * 1024  # of a full disk: what a file system keeps in pieces that no write fits into
 
 
 class ContainerInstance:
@@ -87,27 +88,31 @@ class ContainerInstance:
         record = self._record
         v1, v2 = record.cgroup1, record.cgroup2
         frozen = read_keyed(f"{v2}/cgroup.stat.local").get("frozen_usec") if v2 else None
+        used, full = self._disk()
         return InstanceUsage(
             cpu_s=self._cpu_s(),
             memory_bytes=self.memory_now(),
             memory_peak_bytes=self._memory_peak(),
             oom_kills=self._oom_kills(),
             pids=_first_number(v2, "pids.current", v1.get("pids"), "pids.current"),
-            disk_used_bytes=self._disk_used_bytes(),
+            disk_used_bytes=used,
+            disk_full=full,
             cpu_pressure_s=read_pressure_s(f"{v2}/cpu.pressure") if v2 else None,
             memory_pressure_s=read_pressure_s(f"{v2}/memory.pressure") if v2 else None,
             frozen_s=frozen / 1e6 if frozen is not None else None,
         )
 
-    def _disk_used_bytes(self) -> int | None:
-        """An overlay tells of the file system, or the quota, of its upper directory: only its own is of this one."""
+    def _disk(self) -> tuple[int | None, bool]:
+        """Bytes used, and whether it is full. An overlay tells of the file system, or the quota, of its upper
+        directory: only its own is of this one."""
         if not self._record.disk_limited:
-            return None
+            return None, False
         try:
             found = os.statvfs(f"/proc/{self._record.pid}/root")
         except OSError:
-            return None
-        return (found.f_blocks - found.f_bfree) * found.f_frsize
+            return None, False
+        full = found.f_bavail * found.f_frsize < _DISK_LEFT_BYTES or found.f_favail == 0
+        return (found.f_blocks - found.f_bfree) * found.f_frsize, full
 
     def _memory_peak(self) -> int | None:
         v1, v2 = self._record.cgroup1, self._record.cgroup2
