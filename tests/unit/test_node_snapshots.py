@@ -24,6 +24,8 @@ from dsec.core.errors import (
     UnsupportedError,
 )
 from dsec.core.spec import SandboxSpec, Substrate
+from dsec.node.snapshots import Captured, Snapshots
+from dsec.node.supervisor import Supervisor
 from dsec.testing.faults import each_nth_failure
 from dsec.testing.nodes import FAKE_SPEC, NodeClient, caller_of, crash, fake_node, make_fake_node
 from dsec.testing.waiting import eventually
@@ -475,3 +477,30 @@ async def test_files_of_a_snapshot_keep_their_owners_and_modes(client: NodeClien
 
     assert isinstance(info, records.FileInfo)
     assert info.mode & 0o7777 == 0o640
+
+
+async def test_one_project_leaves_a_turn_to_others(client: NodeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes minutes is made of one sparse file."""
+    gate = asyncio.Event()
+
+    async def captured(_: Snapshots, sandbox: Supervisor) -> Captured:
+        if sandbox.row.project == "/greedy":
+            await gate.wait()
+        raise LimitError("it has had its turn")
+
+    monkeypatch.setattr(Snapshots, "_captured", captured)
+    monkeypatch.setattr(limits, "SNAPSHOTS_WAITING_PER_PROJECT_MAX", limits.SNAPSHOTS_AT_ONCE_MAX)
+    greedy, modest = client.of(caller_of("/greedy")), client.of(caller_of("/modest"))
+    many = [(await create(greedy)).id for _ in range(limits.SNAPSHOTS_AT_ONCE_MAX)]
+    taking = [asyncio.create_task(take(greedy, id)) for id in many]
+    await eventually(lambda: client.node.snapshots._under_way.total() == len(many))
+
+    with pytest.raises(CapacityError):
+        await take(greedy, (await create(greedy)).id)
+    async with asyncio.timeout(10):
+        with pytest.raises(LimitError, match="had its turn"):
+            await take(modest, (await create(modest)).id)
+    gate.set()
+    await asyncio.gather(*taking, return_exceptions=True)
+
+    assert not client.node.snapshots._under_way

@@ -103,6 +103,8 @@ SNAPSHOT_LOOKS_MAX: Final = 4  # passes over what a sandbox has written before i
 SNAPSHOT_FREEZE_S_MAX: Final = 600.0  # a command inside that is stopped for longer takes it for a crash
 SNAPSHOTS_AT_ONCE_MAX: Final = 4  # on one node: each reads and writes all that a sandbox has written, twice
 SNAPSHOTS_WAITING_MAX: Final = 256  # for their turn; each is a request that is held
+SNAPSHOTS_AT_ONCE_PER_PROJECT_MAX: Final = 3  # a large disk takes minutes: one turn is left for others
+SNAPSHOTS_WAITING_PER_PROJECT_MAX: Final = 192  # those being made included
 FORKS_MAX: Final = 1_000  # of one request; all of them are made, or none
 
 IMAGE_ENTRIES_MAX: Final = 2_000_000  # files and directories of one layer: an archive of empty files is a bomb too

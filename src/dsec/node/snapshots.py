@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
+from weakref import WeakValueDictionary
 
 from dsec.backends.base import Capture, CapturedLayer, Instance, Keeps
 from dsec.core import limits
@@ -88,7 +89,8 @@ class Snapshots:
         self._store = store
         self._collect = collect
         self._turn = asyncio.Semaphore(limits.SNAPSHOTS_AT_ONCE_MAX)
-        self._under_way = 0
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # of projects
+        self._under_way: Counter[str] = Counter()  # by project
         self._in_flight: dict[tuple[str, str], _InFlight] = {}
         self._kept: Counter[str | None] = Counter()
         self.changing = asyncio.Lock()
@@ -215,12 +217,17 @@ class Snapshots:
         """What it has on its disk now, as layers. Raises as `take` does."""
         if sandbox.backend.capabilities.snapshot is Keeps.NOTHING:
             raise UnsupportedError(f"this node takes no snapshots of {sandbox.row.spec.substrate} sandboxes")
-        if self._under_way >= limits.SNAPSHOTS_WAITING_MAX:
-            raise CapacityError(f"{self._under_way} snapshots are being made already", retry_after_s=_RETRY_S)
-        self._under_way += 1
+        project = sandbox.row.project
+        own, total = self._under_way[project], self._under_way.total()
+        if total >= limits.SNAPSHOTS_WAITING_MAX or own >= limits.SNAPSHOTS_WAITING_PER_PROJECT_MAX:
+            raise CapacityError(f"{total} snapshots are being made already", retry_after_s=_RETRY_S)
+        turn = self._turns.get(project)
+        if turn is None:
+            turn = self._turns[project] = asyncio.Semaphore(limits.SNAPSHOTS_AT_ONCE_PER_PROJECT_MAX)
+        self._under_way[project] += 1
         try:
             with sandbox.changing_disk("a snapshot of it is being made"):
-                async with self._turn:
+                async with turn, self._turn:
                     return await self._captured(sandbox)
         except DsecError as error:
             if sandbox.state in (SandboxState.DESTROYING, *ENDED):
@@ -228,7 +235,9 @@ class Snapshots:
             error.sandbox = error.sandbox or sandbox.id
             raise
         finally:
-            self._under_way -= 1
+            self._under_way[project] -= 1
+            if not self._under_way[project]:
+                del self._under_way[project]
 
     async def _captured(self, sandbox: Supervisor) -> Captured:
         instance = await sandbox.present_instance()
