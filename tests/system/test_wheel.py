@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -31,4 +32,11 @@ def test_a_wheel_holds_the_programs_and_its_code_finds_them(tmp_path: Path, nati
 
     assert wheel.name.endswith("-py3-none-manylinux2014_x86_64.whl")
     assert all(modes[f"dsec/_bin/{name}"] & 0o111 for name in native_binaries)
+    assert {f"dsec/_bin/{name}" for name in programs_looked_for()} <= set(modes)
+    assert {"dsec/backends/fncall/types.toml", "dsec/backends/fncall/zygote.py", "dsec/py.typed"} <= set(modes)
     assert found.stdout.decode().split() == [str(tmp_path / "site/dsec/_bin" / name) for name in native_binaries]
+
+
+def programs_looked_for() -> set[str]:
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    return {name for source in sources for name in re.findall(r"find_binary\(\"(dsec-[a-z]+)\"\)", source)}
