@@ -319,6 +319,8 @@ async def test_a_place_in_which_something_stays_is_given_up(client: AsyncClient,
         (root / directory).chmod(0o777)
     (root / "open/below/file").write_text("of the image")
     (root / "open/below/file").chmod(0o666)
+    (root / "tmp").mkdir(exist_ok=True)
+    (root / "tmp").chmod(0o777)
     await client.environments.build("open", DirectorySource(path=str(root)))
     options = {**PATIENT, "environment": "open"}
 
@@ -331,6 +333,8 @@ async def test_a_place_in_which_something_stays_is_given_up(client: AsyncClient,
 
     assert len(set(workers)) == 4
     assert workers[3] == workers[4]
+    # Without that everybody could leave attributes of it to the next.
+    assert (await client.call("bash", "test -k /tmp", **options)).ok
     assert looked.stdout == "/open:\nbelow\n\n/open/below:\nfile\nof the image"
 
 

@@ -7,7 +7,9 @@
 //! Ends of connections outlive their processes and keep their ports for a minute: the next call could not have those.
 
 use std::collections::BTreeSet;
+use std::fs::Permissions;
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -30,6 +32,8 @@ const IPC_TABLES: [&str; 3] = [
     "/proc/sysvipc/sem",
     "/proc/sysvipc/msg",
 ];
+const WRITABLE_BY_ALL: u32 = 0o002;
+const STICKY: u32 = 0o1000;
 /// Of the network namespace: lines and the fields that count what holds a port.
 const SOCKETS: [(&str, &str, &[&str]); 2] = [
     ("/proc/net/sockstat", "TCP:", &["inuse", "tw"]),
@@ -102,8 +106,13 @@ impl Baseline {
     }
 }
 
-/// The first file in a directory of the image makes the overlay copy that directory: it is so from the start.
+/// The first file in a directory of the image makes the overlay copy that directory: it is so from the start. Of a directory
+/// where everybody may write, everybody may set attributes unless it is sticky (xattr_permission, fs/xattr.c).
 fn copy_up(path: &str) {
+    let mode = std::fs::metadata(path).map_or(0, |facts| facts.permissions().mode());
+    if mode & WRITABLE_BY_ALL != 0 && mode & STICKY == 0 {
+        let _ = std::fs::set_permissions(path, Permissions::from_mode(mode | STICKY));
+    }
     let probe = Path::new(path).join(".dsec-call");
     if std::fs::create_dir(&probe).is_ok() {
         let _ = std::fs::remove_dir(&probe);
