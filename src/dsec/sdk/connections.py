@@ -9,7 +9,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from dsec.sdk.endpoint import Endpoint
@@ -116,12 +116,16 @@ class HttpPool:
 
     async def _connect_tcp(self) -> HttpConnection:
         secure = self._address.scheme == "https"
+        # uvloop tries the addresses of a name one after another.
+        several = isinstance(self._loop, asyncio.BaseEventLoop)
+        beside: dict[str, Any] = {"happy_eyeballs_delay": _ATTEMPT_DELAY_S} if several else {}
+        connection: HttpConnection
         _, connection = await self._loop.create_connection(
             HttpConnection,
             self._address.hostname or "",
             self._address.port or (443 if secure else 80),
             ssl=_tls() if secure else None,
-            happy_eyeballs_delay=_ATTEMPT_DELAY_S,
+            **beside,
         )
         _watch_peer(connection.transport.get_extra_info("socket"))
         return connection

@@ -190,13 +190,13 @@ class Session(Blocking[AsyncSession]):
         Arguments as those of `Sandbox.exec`; directory, environment and user are the shell's. When the command ends the
         shell itself (`exit`), `session_ended` is true in the result, and the next exec begins a new one.
         """
-        return portal().run(
-            self._async.exec(
+        return portal().run_calling(
+            lambda bridge: self._async.exec(
                 command,
                 timeout_s=timeout_s,
                 grace_s=grace_s,
-                on_stdout=on_stdout,
-                on_stderr=on_stderr,
+                on_stdout=bridge(on_stdout),
+                on_stderr=bridge(on_stderr),
                 check=check,
                 output_bytes_max=output_bytes_max,
                 record_bytes_max=record_bytes_max,
@@ -885,8 +885,8 @@ class Sandbox(Blocking[AsyncSandbox]):
         `record_bytes_max` per stream are kept, and `truncated` says so. `secrets` are environment variables that are
         written nowhere. When this call is cancelled (Ctrl-C), or a callback raises, the command is killed.
         """
-        return portal().run(
-            self._async.exec(
+        return portal().run_calling(
+            lambda bridge: self._async.exec(
                 command,
                 cwd=cwd,
                 env=env,
@@ -895,8 +895,8 @@ class Sandbox(Blocking[AsyncSandbox]):
                 timeout_s=timeout_s,
                 grace_s=grace_s,
                 tty=tty,
-                on_stdout=on_stdout,
-                on_stderr=on_stderr,
+                on_stdout=bridge(on_stdout),
+                on_stderr=bridge(on_stderr),
                 check=check,
                 stderr=stderr,
                 output_bytes_max=output_bytes_max,
