@@ -304,3 +304,21 @@ async def test_network_that_there_is_not_yet_is_refused_and_not_ignored(service:
             await client.run_container(
                 libdsec.DSecContainerRunArgs(container_image="base", network_rules={"npm": False, "pypi": True})
             )
+
+
+def test_it_speaks_tcp(service: RunningService) -> None:
+    with dsec.Client(f"http://127.0.0.1:{service.tcp_port}") as far, pytest.raises(errors.AuthError):
+        far.list()
+    with dsec.Client("http://127.0.0.1:1") as nowhere, pytest.raises(errors.UnavailableError):
+        nowhere.list()
+
+
+def test_what_is_of_the_wrong_type_is_refused(client: dsec.Client, sb: dsec.Sandbox) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="data must be text or bytes, not int"):
+        sb.files.write("/tmp/number", 5)  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidArgumentError, match="a snapshot is a name"):
+        sb.rollback(5)  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidArgumentError, match="toolkits must be a list"):
+        client.environments.create("x", "base", toolkits="ripgrep:14")
+    (refused,) = client.call_many(["print(1)"])  # type: ignore[list-item]
+    assert isinstance(refused, errors.InvalidArgumentError)

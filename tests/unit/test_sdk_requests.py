@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.limits import SECRET_BYTES_MAX, SECRETS_MAX
 from dsec.core.spec import Environment, Substrate
+from dsec.sdk.calls import make_call
 from dsec.sdk.process import signal_number
 from dsec.sdk.requests import STDIN_INLINE_BYTES_MAX, make_exec, make_spec
+from dsec.wire.snapshots import ForkRequest
 
 
 def test_text_runs_in_a_shell_and_a_list_as_it_is() -> None:
@@ -116,3 +119,32 @@ def test_a_number_of_the_wrong_type_is_told_by_its_name(options: dict[str, Any])
 
     with pytest.raises(InvalidArgumentError, match=name):
         make_exec("true", **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: make_exec("cat", stdin=5),  # type: ignore[arg-type]
+        lambda: make_exec("true", env=["A=b"]),  # type: ignore[arg-type]
+        lambda: make_spec("base", labels=["a"]),  # type: ignore[arg-type]
+        lambda: make_spec("base", volumes="data:/data"),
+        lambda: ForkRequest(count="2"),  # type: ignore[arg-type]
+        lambda: make_call("python", b"print(1)"),  # type: ignore[arg-type]
+        lambda: make_call("python", "", stdin=5),  # type: ignore[arg-type]
+        lambda: make_call("python", "", run_timeout_s="1"),  # type: ignore[arg-type]
+        lambda: make_call("python", "", files=["a"]),  # type: ignore[arg-type]
+        lambda: make_call("python", "", files={"a": 5}),  # type: ignore[dict-item]
+        lambda: make_call("python", "", collect="out.png"),
+        lambda: make_call("python", "", cases=["1"]),  # type: ignore[list-item]
+    ],
+)
+def test_what_is_of_the_wrong_type_is_an_error_of_ours(make: Callable[[], Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=r" must be | is \(stdin"):
+        make()
+
+
+def test_large_bounds_are_shown_in_full() -> None:
+    with pytest.raises(LimitError, match="between 4 and 4194304 processes, and is 0"):
+        make_spec("base", pids=0)
+    with pytest.raises(LimitError, match=r"between 8\.0 MiB and 16\.0 TiB, and is 100\.0 TiB"):
+        make_call("python", "", memory="100TiB")

@@ -13,7 +13,7 @@ from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.ids import parse_name
 from dsec.core.references import parse_reference
-from dsec.core.units import format_size
+from dsec.core.units import format_number, format_size
 
 
 class Substrate(enum.StrEnum):
@@ -169,7 +169,8 @@ def _within(what: str, value: Any, low: float, high: float, unit: str) -> None:
         if unit == "bytes":
             shown = f"{format_size(int(low))} and {format_size(int(high))}, and is {format_size(int(value))}"
             raise LimitError(f"{what} must be between {shown}", hint='write it as "512MiB" or "2GiB"')
-        raise LimitError(f"{what} must be between {low:g} and {high:g} {unit}, and is {value:g}")
+        bounds = f"{format_number(low)} and {format_number(high)}"
+        raise LimitError(f"{what} must be between {bounds} {unit}, and is {format_number(value)}")
 
 
 def check_env(env: dict[str, str]) -> None:

@@ -30,6 +30,11 @@ def parse_size(value: int | str, what: str = "size") -> int:
     return int(float(number) * base**power) if "." in number else int(number) * base**power
 
 
+def format_number(value: float) -> str:
+    """For people: 4194304.0 → "4194304", never "4.1943e+06"."""
+    return str(int(value)) if abs(value) < 1e15 and value == int(value) else f"{value:g}"
+
+
 def format_size(size_bytes: int) -> str:
     """For people: 1536 → "1.5 KiB"."""
     value = float(size_bytes)

@@ -9,6 +9,7 @@ from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.spec import Environment
 from dsec.core.units import parse_size
+from dsec.sdk.requests import as_bytes, as_list, as_mapping, as_text
 from dsec.sdk.transport import Transport
 from dsec.wire.calls import (
     CallAnswer,
@@ -108,19 +109,21 @@ def make_call(
     )
     return CallRequest(
         type=type,
-        code=code,
+        code=as_text(code, "code"),
         environment=environment if isinstance(environment, Environment) else Environment(environment),
-        stdin=_bytes(stdin),
-        args=tuple(args),
-        env=dict(env or {}),
-        files=tuple(CallFile(path, _bytes(data)) for path, data in (files or {}).items()),
+        stdin=as_bytes(stdin, "stdin"),
+        args=tuple(as_list(args, "args")),
+        env=as_mapping(env, "env"),
+        files=tuple(
+            CallFile(path, as_bytes(data, f"file {path!r}")) for path, data in as_mapping(files, "files").items()
+        ),
         compile=PhaseLimits(wall_s=compile_timeout_s),
         run=run,
         cases=tuple(_case(case) for case in cases),
         compare=Compare(compare),
         checker=Checker(code=checker) if isinstance(checker, str) else checker,
         stop_early=stop_early,
-        collect=tuple(collect),
+        collect=tuple(as_list(collect, "collect")),
         queue_s=queue_timeout_s,
     )
 
@@ -150,9 +153,10 @@ async def send_call(transport: Transport, request: CallRequest) -> CallResult:
 def _case(case: CallCase | tuple[str | bytes, str | bytes | None]) -> CallCase:
     if isinstance(case, CallCase):
         return case
+    if not isinstance(case, (tuple, list)) or len(case) != 2:
+        raise InvalidArgumentError(f"a case is (stdin, expected output or None), not {str(case)[:40]!r}")
     stdin, expected = case
-    return CallCase(stdin=_bytes(stdin), expected=None if expected is None else _bytes(expected))
-
-
-def _bytes(text: str | bytes) -> bytes:
-    return text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+    return CallCase(
+        stdin=as_bytes(stdin, "stdin of a case"),
+        expected=None if expected is None else as_bytes(expected, "what is expected"),
+    )

@@ -184,6 +184,10 @@ class AsyncClient:
         async def work() -> None:
             for index, request in todo:
                 try:
+                    if not isinstance(request, CallRequest):
+                        raise InvalidArgumentError(
+                            f"{str(request)[:40]!r} is no call", hint="dsec.make_call makes them"
+                        )
                     found[index] = await send_call(self._transport, request)
                 except DsecError as error:
                     found[index] = error

@@ -13,6 +13,7 @@ import msgspec
 from dsec.core.errors import EnvironmentNotFoundError, ProtocolError, UnavailableError
 from dsec.core.references import parse_reference
 from dsec.sdk.lines import json_lines
+from dsec.sdk.requests import as_list
 from dsec.sdk.transport import Transport
 from dsec.wire import api
 from dsec.wire.environments import (
@@ -112,7 +113,13 @@ class AsyncEnvironments:
         `follow` they are looked up at each create of a sandbox. Put together the same way already is success; other
         content is a ConflictError unless `replace`.
         """
-        of = Composition(base=base, workspace=workspace, toolkits=tuple(toolkits), follow=follow, replace=replace)
+        of = Composition(
+            base=base,
+            workspace=workspace,
+            toolkits=tuple(as_list(toolkits, "toolkits")),
+            follow=follow,
+            replace=replace,
+        )
         return await self._transport.call("PUT", _path(name), EnvironmentInfo, body=of, repeatable=True)
 
     async def update(self, name: str) -> EnvironmentInfo:

@@ -20,6 +20,7 @@ from dsec.core.errors import (
     UnavailableError,
 )
 from dsec.core.spec import check_path
+from dsec.sdk.requests import as_bytes
 from dsec.sdk.transport import Messages, Query, Transport, decode_reply
 from dsec.wire import api
 from dsec.wire.records import FileInfo, FilePage, WatchNotice, WriteAnswer
@@ -177,7 +178,7 @@ class AsyncFiles:
 
         Text is sent as UTF-8. `mode` is kept when None (0644 for a new file); missing directories are made.
         """
-        raw = data.encode() if isinstance(data, str) else bytes(data)
+        raw = as_bytes(data, "data")
         answer = await self._transport.call(
             "PUT",
             f"{self._path}/files",

@@ -11,6 +11,7 @@ from typing import Any, Final
 from dsec.core import limits
 from dsec.core.errors import ConflictError, DeadlineError, InvalidArgumentError, Outcome, ProtocolError
 from dsec.sdk.output import Ended, Offsets, follow_output
+from dsec.sdk.requests import as_bytes
 from dsec.sdk.results import Chunk, Decoder, ExecResult, Tape, result_of
 from dsec.sdk.transport import Transport
 from dsec.wire.frames import Channel, Data
@@ -153,7 +154,7 @@ class AsyncProcess:
 
         Needs an exec that was started with `stdin=True` or a terminal. Text is sent as UTF-8.
         """
-        raw = data.encode() if isinstance(data, str) else bytes(data)
+        raw = as_bytes(data, "data")
         async with self._stdin_lock:
             position = 0
             while position < len(raw):

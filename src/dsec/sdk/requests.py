@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TypedDict
 
 import msgspec
@@ -81,19 +81,50 @@ def make_spec(
         disk_bytes=None if disk is None else parse_size(disk, "disk"),
         pids_max=pids,
         network=_chosen(NetworkMode, network, "network"),
-        env=dict(env or {}),
+        env=as_mapping(env, "env"),
         user=user,
         workdir=workdir,
         ttl_running_s=ttl_running_s,
         ttl_idle_s=ttl_idle_s,
-        labels=dict(labels or {}),
+        labels=as_mapping(labels, "labels"),
         name=name,
         privilege_gain=privilege_gain,
         keepalive=keepalive,
         start=start,
         ready=_probe(ready),
-        volumes=tuple(volume if isinstance(volume, VolumeMount) else parse_volume(volume) for volume in volumes),
+        volumes=tuple(
+            volume if isinstance(volume, VolumeMount) else parse_volume(volume)
+            for volume in as_list(volumes, "volumes")
+        ),
     )
+
+
+def as_bytes(data: Any, what: str) -> bytes:
+    """Text as UTF-8. A number is refused: `bytes(5)` would be five zeroes."""
+    if isinstance(data, str):
+        return data.encode("utf-8", "surrogateescape")
+    if isinstance(data, (bytes, bytearray, memoryview)):
+        return bytes(data)
+    raise InvalidArgumentError(f"{what} must be text or bytes, not {type(data).__name__}")
+
+
+def as_text(text: Any, what: str) -> str:
+    if not isinstance(text, str):
+        raise InvalidArgumentError(f"{what} must be text, not {type(text).__name__}")
+    return text
+
+
+def as_list(items: Any, what: str) -> list[Any]:
+    """One text is refused: its characters are not what is meant."""
+    if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+        raise InvalidArgumentError(f"{what} must be a list, not {type(items).__name__}", hint=f"such as {what}=[…]")
+    return list(items)
+
+
+def as_mapping(items: Any, what: str) -> dict[Any, Any]:
+    if items is not None and not isinstance(items, Mapping):
+        raise InvalidArgumentError(f"{what} must be a mapping, not {type(items).__name__}")
+    return dict(items or {})
 
 
 def _probe(ready: Mapping[str, Any] | ReadyProbe | None) -> ReadyProbe | None:
@@ -136,13 +167,13 @@ def make_exec(
     """A text runs in a shell, a list as it is. Every exec has an id of its own, minted here: it never runs twice."""
     if stderr not in ("separate", "merge"):
         raise InvalidArgumentError('stderr must be "separate" or "merge"')
-    data = stdin.encode() if isinstance(stdin, str) else stdin
+    data = stdin if stdin is None or isinstance(stdin, bool) else as_bytes(stdin, "stdin")
     inline = isinstance(data, (bytes, bytearray)) and len(data) <= STDIN_INLINE_BYTES_MAX and tty is None
     return ExecRequest(
         id=new_exec_id(),
         **_command(command, session=session is not None),
         cwd=cwd,
-        env=dict(env or {}),
+        env=as_mapping(env, "env"),
         user=user,
         stdin=data is True or (data is not None and data is not False and not inline),
         stdin_data=bytes(data) if inline and isinstance(data, (bytes, bytearray)) else None,

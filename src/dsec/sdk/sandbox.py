@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 import msgspec
 
 from dsec.core import limits
-from dsec.core.errors import DsecError, GoneError, NotFoundError
+from dsec.core.errors import DsecError, GoneError, InvalidArgumentError, NotFoundError
 from dsec.core.ids import main_exec_id, parse_exec_id
 from dsec.core.spec import Environment, ReadyProbe, VolumeMount, check_path
 from dsec.core.states import ENDED
@@ -257,7 +257,9 @@ class AsyncSandbox:
         own. Raises NotFoundError, SandboxStateError while a snapshot of it is being made, LaunchError: then it is as
         it was.
         """
-        reference = snapshot if isinstance(snapshot, str) else snapshot.id
+        reference = snapshot.id if isinstance(snapshot, AsyncSnapshot) else snapshot
+        if not isinstance(reference, str):
+            raise InvalidArgumentError(f"a snapshot is a name, an id or a Snapshot, not {reference!r}")
         self._info = await self._transport.call(
             "POST",
             f"{self._path}:rollback",

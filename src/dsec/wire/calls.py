@@ -16,7 +16,7 @@ from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.ids import parse_name
 from dsec.core.spec import Environment, check_env
-from dsec.core.units import format_size
+from dsec.core.units import format_number, format_size
 
 
 def check_call_path(path: str) -> None:
@@ -62,10 +62,15 @@ def _at_most(what: str, count: int, most: int) -> None:
 
 
 def _within(what: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise InvalidArgumentError(f"{what} must be a number, not {value!r}")
     if not low <= value <= high:
-        raise LimitError(f"{what} must be between {low:g} and {high:g}, and is {value:g}")
+        show = _show_size if what.endswith("_bytes") else format_number
+        raise LimitError(f"{what} must be between {show(low)} and {show(high)}, and is {show(value)}")
+
+
+def _show_size(value: float) -> str:
+    return format_size(int(value))
 
 
 class CallStatus(enum.StrEnum):

@@ -252,7 +252,7 @@ class ExecRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         for name, value in self.rlimits.items():
             _check_kind(f"the limit {name!r}"[:60], value, int, "a whole number")
         if self.timeout_s is not None and not 0 < self.timeout_s <= limits.EXEC_TIMEOUT_S_MAX:
-            raise LimitError(f"timeout_s must be above 0 and at most {limits.EXEC_TIMEOUT_S_MAX:g}")
+            raise LimitError(f"timeout_s must be above 0 and at most {int(limits.EXEC_TIMEOUT_S_MAX)}")
         if not 0 <= self.grace_s <= limits.EXEC_GRACE_S_MAX:
             raise LimitError(f"grace_s must be between 0 and {limits.EXEC_GRACE_S_MAX:g}")
         if not 0 <= self.record_bytes_max <= limits.EXEC_OUTPUT_BYTES_MAX:

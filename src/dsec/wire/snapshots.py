@@ -73,6 +73,8 @@ class ForkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT  # for each create
 
     def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or not isinstance(self.count, int):
+            raise InvalidArgumentError(f"count must be a whole number, not {self.count!r}")
         if not 1 <= self.count <= limits.FORKS_MAX:
             raise LimitError(f"count must be between 1 and {limits.FORKS_MAX}, and is {self.count}")
         if not 0 < self.timeout_s <= limits.CREATE_TIMEOUT_S_MAX:
