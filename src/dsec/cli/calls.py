@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _EXITS: Final = {"time_limit": 124, "memory_limit": 137, "output_limit": 125, "platform_failure": 125}
 _READ_BYTES_MAX: Final = 16 << 20
+_FILE_HINT: Final = "--file LOCAL, or PATH=LOCAL: PATH is its name beside the code"
 
 app = typer.Typer(help="Task types and places of calls.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -113,24 +114,22 @@ def _exit(result: CallResult) -> int:
 
 
 def _source(code: str) -> str:
-    raw = sys.stdin.buffer.read(_READ_BYTES_MAX) if code == "-" else _read(code)
+    raw = sys.stdin.buffer.read(_READ_BYTES_MAX) if code == "-" else _read(code, "with -c, CODE is the text itself")
     return raw.decode("utf-8", "surrogateescape")
 
 
 def _local(word: str) -> tuple[str, bytes]:
     path, equals, local = word.partition("=")
-    return (path, _read(local)) if equals else (Path(word).name, _read(word))
+    return (path, _read(local, _FILE_HINT)) if equals else (Path(word).name, _read(word, _FILE_HINT))
 
 
-def _read(path: str) -> bytes:
+def _read(path: str, hint: str) -> bytes:
     from dsec.core.errors import InvalidArgumentError
 
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise InvalidArgumentError(
-            f"cannot read {path}: {error.strerror}", hint="with -c, CODE is the text itself"
-        ) from error
+        raise InvalidArgumentError(f"cannot read {path}: {error.strerror}", hint=hint) from error
 
 
 def types(json: Json = False) -> None:

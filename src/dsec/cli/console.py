@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -118,6 +119,11 @@ def lay_out(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]
     lines = [list(headings), *([" ".join(clean(cell).split()) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def when(at: float) -> str:
+    """A time of the clock, as people of this machine read it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(at))
 
 
 def age(seconds: float) -> str:

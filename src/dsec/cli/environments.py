@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsec.cli.completion import complete_environment
-from dsec.cli.console import Json, age, clean, client, put_json, run_async, say, settings, table
+from dsec.cli.console import Json, age, clean, client, put_json, run_async, say, settings, table, when
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
@@ -199,6 +199,7 @@ def _show(info: EnvironmentInfo) -> None:
     from dsec.core.units import format_size
 
     shown = msgspec.structs.asdict(info) | {"size": format_size(info.size_bytes)}
+    shown["created_at"] = when(info.created_at)
     for key in ("layers", "layer_bytes", "parts", "size_bytes", "env"):
         del shown[key]
     for key, value in shown.items():
@@ -207,7 +208,8 @@ def _show(info: EnvironmentInfo) -> None:
     for key, value in info.env.items():
         print(clean(f"env: {key}={value}"))
     for part in info.parts:
-        print(clean(f"{part.role}: {part.reference} ({part.digest[:12]}, {len(part.layers)} layers)"))
+        below = "1 layer" if len(part.layers) == 1 else f"{len(part.layers)} layers"
+        print(clean(f"{part.role}: {part.reference} ({part.digest[:12]}, {below})"))
     sizes = info.layer_bytes or (0,) * len(info.layers)
     for digest, size in zip(info.layers, sizes, strict=True):
         print(f"layer: {digest[:12]} {format_size(size)}")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dsec.wire.layers import EnvironmentDiff, LayerInfo
 
 app = typer.Typer(help="Layers: what environments are made of.", no_args_is_help=True)
+_BUILD = "Build what environments are made of. Exactly one option says what from."
 Digest = Annotated[str, typer.Argument(metavar="DIGEST", help="Of the layer, or 12 digits of it.", show_default=False)]
 
 
@@ -143,10 +144,16 @@ def list_(json: Json = False) -> None:
     run_async(work())
 
 
+def _short(reference: str) -> str:
+    """A record by as many digits of its digest as people need."""
+    name, at, digest = reference.partition("@")
+    return f"{name}{at}{digest[:12]}"
+
+
 def _used_by(layer: LayerInfo) -> str:
     if layer.collapsed:
         return f"instead of {len(layer.collapsed)} layers"
-    return ", ".join(layer.environments[:4]) + (", ..." if len(layer.environments) > 4 else "")
+    return ", ".join(map(_short, layer.environments[:4])) + (", ..." if len(layer.environments) > 4 else "")
 
 
 def show(digest: Digest, json: Json = False) -> None:
@@ -231,7 +238,7 @@ command(environments.app, create, of="env")
 command(environments.app, update, of="env")
 command(environments.app, diff, of="env")
 command(environments.app, pull, of="env")
-command(app, environments.build, of="layer")
+command(app, environments.build, of="layer", help=_BUILD)
 command(app, list_, "ls", of="layer")
 command(app, show, of="layer")
 command(app, stats, of="layer")

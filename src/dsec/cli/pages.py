@@ -94,9 +94,9 @@ PAGES: Final[dict[str, Page]] = {
     "call": Page(
         "The code goes to a container that was made before, alone with its files, and nothing of it stays. TYPE says "
         "what it is and how it is run; compiled types are compiled first. What it needs beside the code comes with "
-        "--file. Words after CODE are its arguments.\n\n"
+        "--file. Words after CODE are its arguments; after `--` also those that begin with -.\n\n"
         "The exit status is the program's, 128 + n when signal n ended it, 124 at its time limit, 137 at its memory "
-        "limit.",
+        "limit, 125 at its output limit.",
         (
             ("dsec call python -c 'print(1 + 1)'", "code from the command line"),
             ("dsec call cpp main.cpp --stdin < input", "a file, compiled and run, with our standard input"),

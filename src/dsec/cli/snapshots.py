@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dsec.cli.completion import complete_sandbox
-from dsec.cli.console import Json, age, clean, client, find_id, put_json, run_async, say, settings, table
+from dsec.cli.console import Json, age, clean, client, find_id, put_json, run_async, say, settings, table, when
 from dsec.cli.pages import command
 
 app = typer.Typer(help="Snapshots: what sandboxes had on their disks, kept by name.", no_args_is_help=True)
@@ -76,13 +76,21 @@ def show(name: Name, json: Json = False) -> None:
     async def work() -> None:
         import msgspec
 
+        from dsec.core.units import format_size
+
         async with client() as c:
             info = (await c.snapshots.get(name)).info
         if settings.json:
             put_json(info)
             return
-        for key, value in msgspec.structs.asdict(info).items():
-            print(f"{key}: {clean(str(value))}")
+        shown = msgspec.structs.asdict(info) | {"size": format_size(info.size_bytes)}
+        del shown["layers"], shown["size_bytes"]
+        shown |= {"created_at": when(info.created_at), "frozen_ms": f"{info.frozen_ms:.1f}"}
+        for key, value in shown.items():
+            if value not in (None, ""):
+                print(f"{key}: {clean(str(value))}")
+        for digest in info.layers:
+            print(f"layer: {digest[:12]}")
 
     run_async(work())
 
@@ -139,6 +147,8 @@ def publish(
         ]
         if rows:
             table(("LEFT OUT", "ENTRIES", "SIZE", "SUCH AS"), rows)
+        elif dry_run:
+            say("nothing would be left out")
         if published.environment is not None:
             say(f"{published.environment.name}: {format_size(published.environment.size_bytes)}")
 

@@ -71,7 +71,9 @@ class SourceOptions:
         if self.tar is not None:
             return wire.TarSource(_absolute(self.tar), owner)
         if self.git is not None:
-            url, _, commit = self.git.rpartition("@")
+            url, at, commit = self.git.rpartition("@")
+            if not at:
+                raise typer.BadParameter("--git takes URL@COMMIT, with the whole name of a commit")
             return wire.GitSource(
                 url=url,
                 commit=commit,

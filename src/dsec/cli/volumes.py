@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsec.cli.console import Json, age, clean, client, put_json, run_async, say, settings, table
+from dsec.cli.console import Json, age, clean, client, put_json, run_async, say, settings, table, when
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
@@ -94,8 +94,12 @@ def show(name: Name, project: Project = None, json: Json = False) -> None:
         if settings.json:
             put_json(info)
             return
-        for key, value in msgspec.structs.asdict(info).items():
-            if key != "used_by":
+        shown = msgspec.structs.asdict(info) | {"size": _size(info.size_bytes), "used": _size(info.used_bytes)}
+        del shown["size_bytes"], shown["used_bytes"], shown["used_by"]
+        if info.created_at is not None:
+            shown["created_at"] = when(info.created_at)
+        for key, value in shown.items():
+            if value not in (None, ""):
                 print(f"{key}: {clean(str(value))}")
         for user in info.used_by:
             print(f"used by: {user.sandbox} ({'reads' if user.readonly else 'writes'})")

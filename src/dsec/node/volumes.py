@@ -83,7 +83,10 @@ class Volumes:
         path = self._datasets.get(name)
         if path is None:
             known = ", ".join(sorted(self._datasets)[:10]) or "none"
-            raise VolumeNotFoundError(f"no dataset {name!r} on this node", hint=f"there are: {known}")
+            raise VolumeNotFoundError(
+                f"no dataset {name!r} on this node",
+                hint=f"[node.datasets] of its configuration names them; there are: {known}",
+            )
         return path
 
     def _users(self, project: str, name: str) -> list[VolumeUser]:
