@@ -255,6 +255,24 @@ async def test_an_environment_that_snapshots_are_made_from_stays(node: Node) -> 
     await snapshot.remove()
 
 
+async def test_volumes_are_in_no_snapshot_and_no_fork(node: Node) -> None:
+    """Who makes a sandbox from another project's snapshot must not find its own volume of that name in it."""
+    _, client = node
+    await client.volumes.create("data")
+    async with await client.create(ENVIRONMENT, volumes=["data:/data"]) as sandbox:
+        await sandbox.exec("echo secret > /data/file; echo here > /kept", check=True)
+        snapshot = await sandbox.snapshot()
+        (fork,) = await sandbox.fork(1)
+    looked = "cat /kept; ls -A /data; grep -c ' /data ' /proc/self/mounts"
+    async with fork, await snapshot.create() as child:
+        for made in (fork, child):
+            assert (await made.exec(looked)).stdout == "here\n0\n"
+    async with await snapshot.create(volumes=["data:/data:ro"]) as child:
+        assert (await child.exec("cat /data/file")).stdout == "secret\n"
+    await snapshot.remove()
+    await client.volumes.remove("data")
+
+
 # ---- what dies in between ------------------------------------------------------------------------
 
 

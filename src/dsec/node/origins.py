@@ -47,13 +47,15 @@ class Origin:
     def spec_for(self, asked: SandboxSpec) -> SandboxSpec:
         """What is asked for, and where that is a default, what the other sandbox had. Variables and labels add up.
 
+        Volumes are only those that are asked for: a name would mean one of whoever asks, which may be of another project.
         Raises UnsupportedError for another substrate.
         """
         if asked.substrate not in (_DEFAULTS["substrate"], self.spec.substrate):
             raise UnsupportedError(
                 f"a snapshot of a {self.spec.substrate} sandbox cannot become a {asked.substrate} sandbox"
             )
-        changes: dict[str, Any] = {"name": asked.name}
+        datasets = tuple(mount for mount in self.spec.volumes if mount.dataset)
+        changes: dict[str, Any] = {"name": asked.name, "volumes": datasets}
         for name, default in _DEFAULTS.items():
             value = getattr(asked, name)
             if name not in _NOT_TAKEN and value != default:
