@@ -47,7 +47,7 @@ class Origin:
     def spec_for(self, asked: SandboxSpec) -> SandboxSpec:
         """What is asked for, and where that is a default, what the other sandbox had. Variables and labels add up.
 
-        Volumes are only those that are asked for: a name would mean one of whoever asks, which may be of another project.
+        Volumes are only those that are asked for: a name means one of whoever asks, who may be of another project.
         Raises UnsupportedError for another substrate.
         """
         if asked.substrate not in (_DEFAULTS["substrate"], self.spec.substrate):
