@@ -18,7 +18,7 @@ use interpreter::Interpreter;
 use places::Places;
 use wire::{Answer, Order, Ready};
 
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 fn main() -> ExitCode {
     match serve() {

@@ -330,7 +330,7 @@ class Node:
         return Room(
             sandboxes=len(self.registry),
             sandboxes_max=config.sandboxes_max,
-            memory_promised_bytes=self.registry.memory_promised_bytes,
+            memory_promised_bytes=self.registry.memory_promised_bytes + self.calls.memory_promised_bytes,
             memory_total_bytes=memory_total_bytes(),
             memory_overcommit=config.memory_overcommit,
             memory_available_bytes=memory_available_bytes(),

@@ -105,6 +105,11 @@ class Calls:
                     raise
         raise AssertionError("unreachable")
 
+    @property
+    def memory_promised_bytes(self) -> int:
+        """To the places that there are, and those that are being made."""
+        return sum(pool.places for pool in self._pools.values()) * self._config.place_memory_bytes
+
     def list_types(self) -> list[TaskTypeInfo]:
         return self.types.list()
 

@@ -12,7 +12,7 @@ import msgspec
 from dsec.core.errors import ProtocolError
 from dsec.wire.codec import pack, unpack
 
-VERSION: Final = 1
+VERSION: Final = 2
 MESSAGE_BYTES_MAX: Final = 64 << 20  # as the other side has it
 
 
