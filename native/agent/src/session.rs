@@ -282,13 +282,17 @@ impl Agent {
         };
         let (pid, busy) = (session.pid, session.busy);
         if !killed {
-            for process in ProcessTable::read().tree_of(pid) {
+            // The shell first: it reports no end of what is killed after it.
+            let tree = ProcessTable::read().tree_of(pid);
+            let _ = kill(pid, KILL);
+            for process in tree {
                 let _ = kill(process.pid, KILL);
             }
-            let _ = kill(pid, KILL);
         }
         if let Some(exec) = busy.and_then(|key| self.execs.get_mut(key)) {
             exec.cause.get_or_insert(crate::exec::Cause::Killed);
+            // Its shell goes with it, whichever of the two is seen to end first.
+            exec.session_ended |= exec.end.is_none();
         }
         // The name is free at once; the pid keeps the entry until it is reaped.
         if let Some(session) = self.sessions.get_mut(key) {
