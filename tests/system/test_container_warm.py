@@ -29,7 +29,7 @@ cat /proc/self/cgroup /proc/self/limits
 nproc; grep MemTotal /proc/meminfo; grep -c processor /proc/cpuinfo
 cat /proc/sys/kernel/hostname /etc/hostname /etc/hosts /etc/resolv.conf
 cat /proc/sys/kernel/shmall /proc/sys/user/max_user_namespaces
-ls -la /dev /etc /tmp / | sed 's/ [A-Z][a-z][a-z] .*:.. / /; s/^total.*//'
+ls -la /dev /etc /tmp / | tr -s ' ' | sed 's/ [A-Z][a-z][a-z] .*:.. / /; s/^total.*//'
 env | sort; pwd; id -u; ls /proc/self/fd | wc -l; ps -e | wc -l
 """
 ASKED = {"env": {"ASKED": "for"}, "cpu": 0.5, "memory": "256MiB", "pids": 77, "workdir": "/tmp", "name": "same"}
