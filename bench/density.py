@@ -24,9 +24,9 @@ from dsec.wire.api import STATE_DIR_ROOT
 FEW = 10  # sandboxes beside which the first creates are measured
 PROBES = 100  # creates of which the cost is taken, beside few and beside all
 IDLE_S = 20.0
-# Beside 3,200. The target is 600 and is not met: 1,071 were measured, on a machine that had had as many of 6 file systems
-# each. 382 of them are tables of memory cgroups, which do not shrink before a reboot and would be 260 for the 5 file
-# systems of today; 190 more are a network namespace: docs/internals/density.md.
+# Beside 3,200. The target is 600 and is not met: 1,071 were measured, on a machine that had had as many of 6 file
+# systems each. 382 of them are tables of memory cgroups, which do not shrink before a reboot and would be 260 for the
+# 5 file systems of today; 190 more are a network namespace: docs/internals/density.md.
 KIB_EACH_MAX = 1_100.0
 _AT_ONCE = 8
 _CGROUPS = Path("/sys/fs/cgroup")
