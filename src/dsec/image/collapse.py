@@ -84,8 +84,8 @@ def _collapse(store: EnvironmentStore, layers: tuple[LayerLocation, ...], start:
     progress(report, "collapse", f"making one layer of {len(run)}, {format_size(size)}")
     require_free(store.state, 2 * size)
     with store.layers.staging() as work, ExitStack() as opened:
-        tops = [_opened(layer, opened) for layer in reversed(run)]
-        below = _below(layers[:start], opened)
+        tops = [opened_top(layer, opened) for layer in reversed(run)]
+        below = merged_below(layers[:start], opened)
         (work / "tree").mkdir(mode=0o755)
         Merge(tops, below, work / "tree").run()
         with make_layer(store.layers, work / "tree", work, report) as held, store.layers.publishing():
@@ -94,7 +94,7 @@ def _collapse(store: EnvironmentStore, layers: tuple[LayerLocation, ...], start:
     log(report, f"{len(run)} layers are {held.digests[:1] or ''} now")
 
 
-def _below(layers: tuple[LayerLocation, ...], opened: ExitStack) -> int | None:
+def merged_below(layers: Sequence[LayerLocation], opened: ExitStack) -> int | None:
     """One view of the layers below the run."""
     if not layers:
         return None
@@ -112,7 +112,7 @@ def _handle(layer: LayerLocation, opened: ExitStack) -> int:
     return fd
 
 
-def _opened(layer: LayerLocation, opened: ExitStack) -> int:
+def opened_top(layer: LayerLocation, opened: ExitStack) -> int:
     fd = os.open(".", _DIRECTORY, dir_fd=_handle(layer, opened))
     opened.callback(os.close, fd)
     return fd

@@ -17,14 +17,11 @@ from typing import Final
 import msgspec
 
 from dsec.core.errors import ConflictError, EnvironmentNotFoundError
-from dsec.image.collapse import Merge
+from dsec.image.collapse import Merge, merged_below, opened_top
 from dsec.image.environments import EnvironmentStore, environment_info
 from dsec.image.make import make_layer, typed
 from dsec.image.records import BuildRecord, EnvironmentRecord
 from dsec.image.residue import find_residue, remove_residue
-from dsec.image.stack import open_layer
-from dsec.storage.layers import LayerLocation
-from dsec.storage.mounts import mount_overlay
 from dsec.storage.space import require_free
 from dsec.wire import codec
 from dsec.wire.environments import BuildEvent, EnvironmentInfo
@@ -62,8 +59,8 @@ def publish_now(store: EnvironmentStore, job: PublishJob) -> Published:
         tree.mkdir(mode=0o755)
         run = [store.layers.get(digest) for digest in job.run]
         require_free(store.state, sum(store.layers.record(digest).size_bytes for digest in job.run))
-        tops = [_opened(layer, opened) for layer in reversed(run)]
-        Merge(tops, _below([store.layers.get(digest) for digest in job.base], opened), tree).run()
+        tops = [opened_top(layer, opened) for layer in reversed(run)]
+        Merge(tops, merged_below([store.layers.get(digest) for digest in job.base], opened), tree).run()
         top = os.open(tree, _DIRECTORY)
         opened.callback(os.close, top)
         residue = find_residue(top, job.rules)
@@ -87,26 +84,6 @@ def _check_free(store: EnvironmentStore, name: str) -> None:
     raise ConflictError(
         f"environment {name!r} exists, made from {present.source}", hint="choose another name or tag, or --replace"
     )
-
-
-def _below(layers: list[LayerLocation], opened: ExitStack) -> int | None:
-    if not layers:
-        return None
-    top = mount_overlay([_handle(layer, opened) for layer in reversed(layers)])
-    opened.callback(os.close, top)
-    return top
-
-
-def _handle(layer: LayerLocation, opened: ExitStack) -> int:
-    fd = open_layer(layer)
-    opened.callback(os.close, fd)
-    return fd
-
-
-def _opened(layer: LayerLocation, opened: ExitStack) -> int:
-    fd = os.open(".", _DIRECTORY, dir_fd=_handle(layer, opened))
-    opened.callback(os.close, fd)
-    return fd
 
 
 def _quiet(event: BuildEvent) -> None:
