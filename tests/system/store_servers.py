@@ -22,6 +22,8 @@ import pytest
 
 from tests.system.loader_site import until
 
+BUCKET_KEY: Final = "key"
+BUCKET_SECRET: Final = "secret/of+the=tests"
 _HOP: Final = frozenset({"connection", "transfer-encoding", "content-length", "keep-alive"})
 _SLOW_S: Final = 0.03
 _NGINX: Final = """
@@ -184,6 +186,29 @@ def _listens(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def signed_bucket_server(root: Path) -> Iterator[tuple[str, int]]:
+    """A real S3 server, where there is one: it refuses what `BUCKET_KEY` and `BUCKET_SECRET` have not signed."""
+    program = shutil.which("versitygw", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("versitygw is not there; tools/setup --dev builds it where there is a Go")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for name in ("buckets", "attributes"):
+        (root / name).mkdir(parents=True)
+    words = [program, "--quiet", "--port", f"127.0.0.1:{port}"]
+    words += ["posix", "--sidecar", os.fspath(root / "attributes"), os.fspath(root / "buckets")]
+    env = {"PATH": os.environ["PATH"], "ROOT_ACCESS_KEY": BUCKET_KEY, "ROOT_SECRET_KEY": BUCKET_SECRET}
+    with (root / "log").open("wb") as log:
+        server = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+    try:
+        until(lambda: _listens(port))
+        yield "127.0.0.1", port
+    finally:
+        server.terminate()
+        server.wait(30)
 
 
 @contextmanager

@@ -17,7 +17,15 @@ import pytest
 from dsec.storage.store.places import open_place
 from dsec.storage.store.publish import publish_layer
 from tests.system.loader_site import DEADLINE_S, FILES, Site, content, made_site, read
-from tests.system.store_servers import FaultyFront, bucket_server, nginx_server, python_server
+from tests.system.store_servers import (
+    BUCKET_KEY,
+    BUCKET_SECRET,
+    FaultyFront,
+    bucket_server,
+    nginx_server,
+    python_server,
+    signed_bucket_server,
+)
 from tests.system.test_loader_guard import mounted, waiting_reader
 
 pytestmark = [
@@ -26,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-KINDS = ["directory", "web", "nginx", "bucket"]
+KINDS = ["directory", "web", "nginx", "bucket", "signed"]
 
 
 @dataclass
@@ -56,12 +64,14 @@ def faulty(
             upstream = stack.enter_context(python_server(store))
         elif request.param == "nginx":
             upstream = stack.enter_context(nginx_server(store, tmp_path / "nginx"))
+        elif request.param == "signed":
+            upstream = stack.enter_context(signed_bucket_server(tmp_path / "s3"))
         else:
             upstream = stack.enter_context(bucket_server())
         proxy = FaultyFront(upstream)
         stack.callback(proxy.close)
         url = f"http://127.0.0.1:{proxy.port}"
-        if request.param == "bucket":
+        if request.param in ("bucket", "signed"):
             url = stack.enter_context(bucket(monkeypatch, site, url))
         site.place = open_place(url)
         yield Faulty(site, proxy.set)
@@ -71,10 +81,10 @@ def faulty(
 def bucket(monkeypatch: pytest.MonkeyPatch, site: Site, endpoint: str) -> Iterator[str]:
     boto3 = pytest.importorskip("boto3", reason="boto3 is not installed")
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", BUCKET_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", BUCKET_SECRET)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    boto3.client("s3").create_bucket(Bucket="layers")
+    boto3.Session().client("s3").create_bucket(Bucket="layers")
     publish_layer(site.builder, site.digest, open_place("s3://layers/prod"))
     yield "s3://layers/prod"
 
@@ -167,7 +177,7 @@ def test_a_read_of_a_store_that_stays_away_ends_with_eio(faulty: Faulty, mode: s
             assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("faulty", ["nginx", "bucket"], indirect=True)
+@pytest.mark.parametrize("faulty", ["nginx", "bucket", "signed"], indirect=True)
 def test_the_servers_are_what_they_seem(faulty: Faulty) -> None:
     """The loader has the data by ranges: no answer is the whole object."""
     with mounted(faulty.site) as top:

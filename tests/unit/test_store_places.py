@@ -52,7 +52,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         # Of its own: what moto has is shared by all of its servers in one process.
         name = f"layers-{os.urandom(4).hex()}"
-        boto3.client("s3").create_bucket(Bucket=name)
+        boto3.Session().client("s3").create_bucket(Bucket=name)
         yield open_place(f"s3://{name}/prod")
     finally:
         server.stop()

@@ -61,7 +61,7 @@ from dsec.wire.records import NodeLoad
 log = get_logger(__name__)
 
 _PRUNE_EVERY_S: Final = 600.0
-_RENEW_EVERY_S: Final = 6 * 3600.0  # signed URLs hold for days, addresses of hosts for hours
+_RENEW_EVERY_S: Final = 240.0  # signed URLs hold for days, addresses for hours, credentials of a role for ten minutes
 _SAMPLE_EVERY_S: Final = 30.0
 _COLLECT_S: Final = 1.0
 _RECORD_RESERVE: Final = 4  # output is recorded down to this fraction of the room that creates must leave

@@ -37,7 +37,7 @@ from dsec.wire.loader import (
     TraceAnswer,
 )
 
-_RENEW_BEFORE_S: Final = 24 * 3600.0  # a signed URL is renewed this long before it ends
+_RENEW_BEFORE_S: Final = 24 * 3600.0  # a signed URL is renewed this long before it ends, or at half its time
 
 _log = get_logger("dsec.storage.remote")
 
@@ -45,7 +45,7 @@ _log = get_logger("dsec.storage.remote")
 @dataclass(slots=True)
 class _Served:
     path: str
-    expires_at: float | None
+    renew_at: float | None  # seconds since the epoch
 
 
 class RemoteLayers:
@@ -67,7 +67,7 @@ class RemoteLayers:
         assert layer.index is not None
         with self._flight(layer.digest):
             known = self._served.get(layer.digest)
-            if known is not None and not _ends_soon(known.expires_at) and _exists(known.path):
+            if known is not None and not _is_due(known.renew_at) and _exists(known.path):
                 return known.path
             place = self._place(layer.remote.store)
             location = place.location(format.object_path("data", layer.digest))
@@ -79,7 +79,7 @@ class RemoteLayers:
                 source=source_of(location),
             )
             path = self.loader.request(LoaderOp.ADD, args, AddAnswer).path
-            self._served[layer.digest] = _Served(path, location.expires_at)
+            self._served[layer.digest] = _Served(path, _renew_at(location.expires_at))
         if known is None:
             # Nobody waits for it: what is in the cache can be read while the store is gone.
             threading.Thread(target=self._prefetch_trace, args=(layer, place), name="trace", daemon=True).start()
@@ -149,7 +149,7 @@ class RemoteLayers:
         self.loader.request(LoaderOp.SOURCE, SourceChange(layer.digest, source_of(location)), dict, start=False)
         with self._flight(layer.digest):
             if (known := self._served.get(layer.digest)) is not None:
-                known.expires_at = location.expires_at
+                known.renew_at = _renew_at(location.expires_at)
 
     def forget(self, digest: str, *, unless: Callable[[str], bool] = lambda _: False) -> None:
         """No sandbox uses it any more. What is cached stays until the room is needed.
@@ -208,5 +208,12 @@ def _with_port(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _ends_soon(expires_at: float | None) -> bool:
-    return expires_at is not None and expires_at - time.time() < _RENEW_BEFORE_S
+def _renew_at(expires_at: float | None) -> float | None:
+    """From now on counted: a URL is asked for when it has been signed."""
+    if expires_at is None:
+        return None
+    return expires_at - min(_RENEW_BEFORE_S, (expires_at - time.time()) / 2)
+
+
+def _is_due(renew_at: float | None) -> bool:
+    return renew_at is not None and time.time() >= renew_at

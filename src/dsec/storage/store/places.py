@@ -40,6 +40,7 @@ _CREDENTIALS: Final = "check what the node may read there"
 _DRAFTS: Final = ".drafts"  # of files of a directory store that are being written
 _DRAFT_S_MAX: Final = 24 * 3600.0
 _PRESIGNED_S: Final = 7 * 24 * 3600  # the longest that S3 signs for
+_TEMPORARY_S: Final = 600.0  # what boto3 lets credentials of a role have left at least: a signature ends with them
 
 
 class Place(Protocol):
@@ -318,9 +319,12 @@ class BucketPlace:
         self._prefix = f"{prefix}/" if prefix else ""
         try:
             import boto3
+            from botocore.config import Config
         except ImportError as error:
             raise UnsupportedError("S3 stores need boto3", hint="pip install 'dsec[s3]'") from error
-        self._client: Any = boto3.client("s3")
+        self._session: Any = boto3.Session()
+        # URLs would be signed by the second version otherwise, which servers and younger regions refuse.
+        self._client: Any = self._session.client("s3", config=Config(signature_version="s3v4"))
 
     def get(self, path: str) -> bytes:
         with self._errors(path):
@@ -355,20 +359,34 @@ class BucketPlace:
             self._client.delete_object(Bucket=self._bucket, Key=self._key(path))
 
     def location(self, path: str) -> Location:
-        """Signed for a week: the loader needs no credentials."""
+        """Signed for a week, or for as long as the credentials of a role are good: the loader needs none.
+
+        Raises StorageError when there are no credentials, UnavailableError when they cannot be fetched.
+        """
         parameters = {"Bucket": self._bucket, "Key": self._key(path)}
-        url = self._client.generate_presigned_url("get_object", Params=parameters, ExpiresIn=_PRESIGNED_S)
-        return Location(url=url, expires_at=time.time() + _PRESIGNED_S)
+        with self._errors(path):
+            url = self._client.generate_presigned_url("get_object", Params=parameters, ExpiresIn=_PRESIGNED_S)
+            temporary = self._session.get_credentials().get_frozen_credentials().token is not None
+        return Location(url=url, expires_at=time.time() + (_TEMPORARY_S if temporary else _PRESIGNED_S))
 
     def _key(self, path: str) -> str:
         return self._prefix + check_object_path(path)
 
     @contextmanager
     def _errors(self, path: str) -> Iterator[None]:
-        from botocore.exceptions import BotoCoreError, ClientError
+        from boto3.exceptions import S3UploadFailedError
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
 
         try:
-            yield
+            try:
+                yield
+            except S3UploadFailedError as error:  # it tells in words what another error says
+                raise error.__context__ or error from None
+        except (NoCredentialsError, PartialCredentialsError) as error:
+            raise StorageError(
+                f"the node has no credentials for the store {self.url}",
+                hint="boto3's usual ones: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws, or the machine's role",
+            ) from error
         except ClientError as error:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             if status == 404:
@@ -378,7 +396,7 @@ class BucketPlace:
             raise StorageError(f"the store {self.url} failed at {path}: status {status}") from error
         except BotoCoreError as error:
             raise UnavailableError(f"the store {self.url} cannot be reached: {error}", retry_after_s=5.0) from error
-        except OSError as error:
+        except (OSError, S3UploadFailedError) as error:
             raise StorageError(f"the store {self.url} failed at {path}: {error}") from error
 
 
