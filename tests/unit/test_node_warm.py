@@ -151,6 +151,28 @@ async def test_spares_are_made_between_creates_and_not_beside_them(tmp_path: Pat
         await eventually(lambda: len(client.node.warm) >= 2)
 
 
+async def test_whoever_got_a_spare_has_the_machine_for_a_moment_while_half_of_them_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec.node.warmpool._QUIET_S", 1_000.0)
+    clock = ManualClock()
+    async with warm_node(tmp_path, clock=clock, sleep=clock.sleep) as client:
+        for _ in range(2):
+            await create(client)
+        await advance_until(clock, lambda: len(client.node.warm) == 2, step_s=10.0)
+
+        await create(client)
+        began = clock.monotonic_s()
+        await advance_until(clock, lambda: len(client.node.warm) == 2, step_s=10.0)
+        assert clock.monotonic_s() - began >= 1_000.0
+
+        for _ in range(2):  # without any left nothing is waited for
+            await create(client)
+        began = clock.monotonic_s()
+        await advance_until(clock, lambda: len(client.node.warm) == 1)
+        assert clock.monotonic_s() - began < 1_000.0
+
+
 async def test_closing_leaves_no_spare(tmp_path: Path) -> None:
     host = FakeHost()
     async with warm_node(tmp_path, host=host) as client:

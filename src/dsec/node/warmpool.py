@@ -37,6 +37,7 @@ _Backends = Callable[[Substrate], Backend]
 
 _LAUNCH_S: Final = 60.0
 _PAUSE_S_MIN: Final = 0.005
+_QUIET_S: Final = 0.05  # after a create its caller uses the sandbox, and would share the machine with a launch
 _FAILED_S: Final = 30.0  # after a spare that could not be made
 _SLEEP_S_MAX: Final = 3_600.0
 _OF_NODE_BYTES: Final = 300 * limits.KIB  # of a spare outside its cgroup: kernel objects, and this process's share
@@ -93,6 +94,7 @@ class WarmPool:
         self._tasks = Tasks("the spares")
         self._removal = Removal(services, self._tasks, backends)
         self._creating = 0
+        self._quiet_until = 0.0
         self._closed = False
 
     @property
@@ -136,6 +138,7 @@ class WarmPool:
 
     def finish(self) -> None:
         self._creating -= 1
+        self._quiet_until = self._now() + _QUIET_S
         if not self._creating:
             self._changed.set()
 
@@ -153,7 +156,6 @@ class WarmPool:
             shelf.demand, hit=spare is not None, now=self._now(), low=config.low, high=config.high
         )
         (metrics.WARM_MISSES if spare is None else metrics.WARM_HITS).labels(instance.spec.substrate).inc()
-        self._changed.set()
         self._tell()
         return spare
 
@@ -193,8 +195,10 @@ class WarmPool:
     async def _run(self) -> None:
         while True:
             self._changed.clear()
-            await self._retire()
-            wait_s = await self._refill()
+            wait_s = _SLEEP_S_MAX  # the last create that is under way wakes us
+            if not self._creating:
+                await self._retire()
+                wait_s = await self._refill()
             if wait_s > 0:
                 await self._sleep_or_changed(wait_s)
 
@@ -203,8 +207,9 @@ class WarmPool:
         shelf = self._neediest()
         if shelf is None:
             return max(0.0, self._next_moment() - self._now())
-        if self._creating:
-            return _SLEEP_S_MAX  # the last of them wakes us
+        quiet_s = self._quiet_until - self._now()
+        if quiet_s > 0 and 2 * len(shelf.spares) >= shelf.demand.wanted:
+            return quiet_s
         began = self._now()
         async with self._making:
             await self._make(shelf)
