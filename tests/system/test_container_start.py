@@ -66,6 +66,28 @@ async def test_a_server_is_reachable_when_the_create_returns_and_gone_with_its_s
     assert after.stdout == "goes on\n"
 
 
+async def test_a_server_is_there_again_when_a_rollback_returns(place: Place) -> None:
+    async with served(place) as (_, client):
+        ready = {"port": 8000, "interval_s": 0.05}
+        async with await client.create("server", memory="256MiB", start=True, ready=ready) as sandbox:
+            await sandbox.exec("echo kept > /kept; mkdir -p /run; echo 1 > /run/pid", check=True)
+            snapshot = await sandbox.snapshot()
+            await sandbox.exec("rm /kept", check=True)
+            before = await sandbox.main.info()
+
+            await sandbox.rollback(snapshot)
+
+            async with await sandbox.connect_port(8000) as connection:
+                said = await connection.read()
+            found = await sandbox.exec("cat /kept; ls /run")
+            after = await sandbox.main.info()
+        await snapshot.remove()
+
+    assert (said, found.stdout) == (b"hello", "kept\n")
+    assert after.state == "running"
+    assert after.started_at > before.started_at
+
+
 @pytest.mark.parametrize(
     ("environment", "ready", "step", "why"),
     [

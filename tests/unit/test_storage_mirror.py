@@ -48,6 +48,43 @@ def settle() -> None:
     time.sleep(0.25)
 
 
+def test_what_is_in_an_emptied_directory_is_left_out_and_hides_nothing(source: Path, tmp_path: Path) -> None:
+    for name in ("run/lock", "etc/run"):
+        (source / name).mkdir(parents=True)
+        (source / name / "pid").write_text("1")
+    os.link(source / "run/lock/pid", source / "other")
+    (source / "run").chmod(0o1777)
+    os.setxattr(source / "run", "user.note", b"1")
+    if os.geteuid() == 0:
+        os.setxattr(source / "run", "trusted.overlay.opaque", b"y")
+    fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        mirror = Mirror(fd, tmp_path / "place", emptied=(b"run",))
+        mirror.look(Mapped())
+        mirror.take(within_s=30)
+        tree = mirror.build()
+    finally:
+        os.close(fd)
+
+    assert list((tree / "run").iterdir()) == []
+    assert (stat.S_IMODE((tree / "run").stat().st_mode), os.listxattr(tree / "run")) == (0o1777, ["user.note"])
+    assert ((tree / "etc/run/pid").read_text(), (tree / "other").read_text()) == ("1", "1")
+
+
+@pytest.mark.parametrize("make", ["link", "file"])
+def test_what_is_no_directory_is_not_emptied(source: Path, tmp_path: Path, make: str) -> None:
+    (source / "run").symlink_to("var/run") if make == "link" else (source / "run").write_text("x")
+    fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        mirror = Mirror(fd, tmp_path / "place", emptied=(b"run",))
+        mirror.take(within_s=30)
+        tree = mirror.build()
+    finally:
+        os.close(fd)
+
+    assert digest(tree) == digest(source)
+
+
 def test_a_tree_is_copied_as_it_is(mirror: Mirror, source: Path) -> None:
     (source / "a/b").mkdir(parents=True)
     (source / "a/file").write_bytes(b"x" * 100_000)

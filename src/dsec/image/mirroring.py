@@ -31,6 +31,7 @@ LOOK: Final = "look"
 TAKE: Final = "take"
 KEEP: Final = "keep"
 END: Final = "end"
+_NOT_KEPT: Final = (b"run",)  # what holds for running processes only: they are gone in whatever begins with the layer
 
 
 class MirrorJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,7 +85,7 @@ def _serve(lines: BinaryIO, stack: ExitStack) -> None:
     store = LayerStore(job.state)
     require_free(store.state)
     work = stack.enter_context(store.staging())
-    mirror = Mirror(job.source, work / "mirror", trust_times=job.trust_times)
+    mirror = Mirror(job.source, work / "mirror", trust_times=job.trust_times, emptied=_NOT_KEPT)
     for line in lines:
         step = codec.from_json(line, MirrorStep)
         if step.do == LOOK:

@@ -22,6 +22,7 @@ from dsec.node.environments import Environments
 from dsec.node.registry import Registry
 from dsec.node.rows import SandboxRow
 from dsec.node.services import Services
+from dsec.node.startup import start_again
 from dsec.node.supervisor import Supervisor
 from dsec.observe.logs import get_logger
 
@@ -153,6 +154,15 @@ class Adoption:
                 await _end(sandbox, EndCause.PLATFORM_FAILURE, f"it could not be taken over: {error or 'no answer'}")
         else:
             sandbox.arm()
+            if sandbox.row.main_due_at is not None:  # others do not wait for it to be ready
+                self._services.tasks.spawn(_start_again(sandbox, self._services))
+
+
+async def _start_again(sandbox: Supervisor, services: Services) -> None:
+    try:
+        await start_again(sandbox, services.journal)
+    except DsecError as error:
+        log.error("the program of a sandbox that was rolled back does not run", sandbox=sandbox.id, error=str(error))
 
 
 async def _ended_meanwhile(instance: Instance | None) -> InstanceExit | None:

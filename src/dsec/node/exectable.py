@@ -110,6 +110,12 @@ class ExecTable:
         """The agent refused: nothing has run, and the id may be used again."""
         self._remove(exec)
 
+    def forget(self, id: str) -> None:
+        """The id of one that has ended may be used again; whoever reads its record reads on."""
+        exec = self._execs.get(id)
+        if exec is not None and not exec.live:
+            self._remove(exec)
+
     def finish(self, exec: NodeExec, end: ExecEnd, ended_at: float) -> bool:
         """Journals the end with what was recorded. False when the disk refused: then the agent must keep it too."""
         if exec.end is not None:

@@ -27,6 +27,7 @@ from dsec.node.rights import project_seen
 from dsec.node.rows import ImageRow, SandboxRow, SpareRow
 from dsec.node.services import Services
 from dsec.node.snapshots import Snapshots
+from dsec.node.startup import main_request, start_again
 from dsec.node.supervisor import Supervisor
 from dsec.node.tasks import result_of
 from dsec.observe.logs import get_logger
@@ -49,7 +50,8 @@ class Rollbacks:
         """Ends all that runs in it. To its end, whatever becomes of who asked.
 
         Raises NotFoundError, UnsupportedError, SandboxStateError (a snapshot of it is being made), GoneError,
-        LaunchError or StorageError: then it is as it was, and goes on.
+        LaunchError or StorageError: then it is as it was, and goes on. With the steps `start` and `ready` a LaunchError
+        says that it was rolled back, and that the program that it was created with does not run.
         """
         able = sandbox.backend.capabilities
         if able.snapshot is Keeps.NOTHING or not able.warm:
@@ -74,11 +76,13 @@ class Rollbacks:
             with self._snapshots.keeping(origin.snapshot):
                 resolved = await origin.acquire(self._environments)
                 try:
+                    main_request(sandbox.id, sandbox.row.spec, resolved)  # nothing to run: nothing is changed
                     await self._replace(sandbox, origin, resolved)
                 except BaseException:
                     resolved.hold.release()
                     raise
-        log.info("sandbox rolled back", sandbox=sandbox.id, snapshot=origin.snapshot)
+            log.info("sandbox rolled back", sandbox=sandbox.id, snapshot=origin.snapshot)
+            await start_again(sandbox, self._services.journal)
 
     async def _replace(self, sandbox: Supervisor, origin: Origin, resolved: Resolved) -> None:
         row = _row_after(sandbox.row, origin, resolved)
@@ -136,6 +140,8 @@ class Rollbacks:
         spare = instance.id
         became = await claimed(instance, client, sandbox.backend, wanted)
         row = _row_after(sandbox.row, origin, resolved)
+        if row.spec.start:
+            row = msgspec.structs.replace(row, main_due_at=self._services.clock.wall_s())
         if sandbox.state is SandboxState.PAUSED:
             row, _ = resumed_row(row, sandbox.lifetime, self._services.clock.monotonic_s())
         before = await sandbox.replace_instance(became, client, row, spare=spare, hold=resolved.hold)

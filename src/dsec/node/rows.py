@@ -54,6 +54,7 @@ class SandboxRow(msgspec.Struct, frozen=True, kw_only=True):
     base: tuple[str, ...] = ()  # digests of the environment, where snapshots lie above it
     forked: bool = False  # on a layer that no snapshot names: it goes with the last one that has it
     leftover: bytes = b""  # record of the instance before a rollback, until it is removed
+    main_due_at: float | None = None  # it was rolled back then, and its program is to be started again
 
 
 class SpareRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,14 +6,20 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+import msgspec
+
 from dsec.agent.client import AgentClient
 from dsec.core import limits
 from dsec.core.errors import DsecError, InvalidArgumentError, LaunchError
 from dsec.core.ids import main_exec_id, new_exec_id
 from dsec.core.spec import ReadyProbe, SandboxSpec
+from dsec.core.states import SandboxState
 from dsec.node.environments import Resolved
 from dsec.node.execs import NodeExec
+from dsec.node.journal import Journal
 from dsec.node.recordstore import ERR, OUT
+from dsec.node.rows import ImageRow
+from dsec.node.supervisor import Supervisor
 from dsec.wire import agent
 from dsec.wire.agent import ExecStatus
 from dsec.wire.frames import Channel
@@ -22,16 +28,49 @@ from dsec.wire.records import ExecRequest
 _OUTPUT_TOLD_BYTES = 2_000  # of each channel of a main that ended: nobody can ask for it afterwards
 
 
-def main_request(id: str, spec: SandboxSpec, resolved: Resolved) -> ExecRequest | None:
+def main_request(id: str, spec: SandboxSpec, image: Resolved | ImageRow) -> ExecRequest | None:
     """What `start` runs; None without it. Raises InvalidArgumentError when there is nothing to run."""
     if not spec.start:
         return None
-    argv = [*resolved.entrypoint, *resolved.command]
+    argv = [*image.entrypoint, *image.command]
     if not argv:
         raise InvalidArgumentError(
             "the environment names no program to start", hint="leave start out, and run commands with exec"
         )
     return ExecRequest(id=main_exec_id(id), argv=argv)
+
+
+async def start_again(sandbox: Supervisor, journal: Journal) -> None:
+    """The program of a sandbox that was rolled back, unless it has been started since; returns once it is ready.
+
+    Raises LaunchError, StorageError, GoneError: then the sandbox runs without it, and it is not tried again.
+    """
+    main = await sandbox.serially(lambda: _started_again(sandbox, journal))
+    if main is not None and sandbox.row.spec.ready is not None:
+        await Readiness(sandbox.row.spec.ready, main, sandbox.client).wait(sandbox.id)
+
+
+async def _started_again(sandbox: Supervisor, journal: Journal) -> NodeExec | None:
+    row = sandbox.row
+    program = main_request(row.id, row.spec, row.image)
+    if row.main_due_at is None or program is None or sandbox.state is not SandboxState.RUNNING:
+        return None
+    known = sandbox.execs.find(program.id)
+    try:
+        if known is not None and known.start.started_at >= row.main_due_at:
+            return None  # the node has ended after its start
+        sandbox.execs.forget(program.id)
+        return await sandbox.start_main(program)
+    except DsecError as error:
+        raise LaunchError(
+            f"the sandbox was rolled back, and its program could not be started: {error.message}",
+            hint=error.hint,
+            step="start",
+            sandbox=sandbox.id,
+        ) from error
+    finally:
+        sandbox.row = msgspec.structs.replace(sandbox.row, main_due_at=None)
+        await journal.put(sandbox.row)
 
 
 class Readiness:

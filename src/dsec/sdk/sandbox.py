@@ -253,9 +253,10 @@ class AsyncSandbox:
     async def rollback(self, snapshot: str | AsyncSnapshot) -> SandboxInfo:
         """Takes it back to a snapshot, by name, id or Snapshot; its id, name and limits stay.
 
-        All that runs in it ends (`cause` is `rolled_back`), and nothing is started again. The snapshot need not be its
-        own. Raises NotFoundError, SandboxStateError while a snapshot of it is being made, LaunchError: then it is as
-        it was.
+        All that runs in it ends (`cause` is `rolled_back`). With `start=True` its program is started again, as another
+        `main`, and waited for as at the create. The snapshot need not be its own. Raises NotFoundError,
+        SandboxStateError while a snapshot of it is being made, LaunchError: then it is as it was, unless the error's
+        `step` is `start` or `ready`: then it has gone back, and its program does not run.
         """
         reference = snapshot.id if isinstance(snapshot, AsyncSnapshot) else snapshot
         if not isinstance(reference, str):

@@ -845,9 +845,10 @@ class Sandbox(Blocking[AsyncSandbox]):
     def rollback(self, snapshot: str | Snapshot) -> SandboxInfo:
         """Takes it back to a snapshot, by name, id or Snapshot; its id, name and limits stay.
 
-        All that runs in it ends (`cause` is `rolled_back`), and nothing is started again. The snapshot need not be its
-        own. Raises NotFoundError, SandboxStateError while a snapshot of it is being made, LaunchError: then it is as
-        it was.
+        All that runs in it ends (`cause` is `rolled_back`). With `start=True` its program is started again, as another
+        `main`, and waited for as at the create. The snapshot need not be its own. Raises NotFoundError,
+        SandboxStateError while a snapshot of it is being made, LaunchError: then it is as it was, unless the error's
+        `step` is `start` or `ready`: then it has gone back, and its program does not run.
         """
         return portal().run(self._async.rollback(unwrap(snapshot)))
 

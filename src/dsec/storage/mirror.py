@@ -107,6 +107,7 @@ class Mirror:
     source: int
     place: Path
     trust_times: bool = True  # False: a file system whose mapped files never change their times (tmpfs)
+    emptied: Collection[bytes] = ()  # directories right below the top that are kept without what is in them
     dropped: Dropped = field(default_factory=Dropped)
     _known: dict[int, _Known] = field(default_factory=dict)
     _items: list[_Item] = field(default_factory=list)
@@ -214,6 +215,8 @@ class Mirror:
                 fresh.xattrs = _xattrs(fd, name)
             finally:
                 os.close(fd)
+            if fresh.xattrs and self._is_emptied(depth, name):
+                fresh.xattrs.pop(_OPAQUE, None)  # what is below shows again, as in a fresh sandbox
         elif stat.S_ISLNK(info.st_mode):
             fresh.target = os.readlink(name, dir_fd=directory)
         self._known[info.st_ino] = fresh
@@ -243,7 +246,7 @@ class Mirror:
                 name = os.fsencode(entry.name)
                 try:
                     info = entry.stat(follow_symlinks=False)
-                    if stat.S_ISDIR(info.st_mode):
+                    if stat.S_ISDIR(info.st_mode) and not self._is_emptied(len(stack), name):
                         child = self._enter(here, name, len(stack))
                         stack.append((child, iter(())))
                         yield here, len(stack) - 1, name, info
@@ -260,6 +263,9 @@ class Mirror:
         finally:
             for fd, _ in stack[1:]:
                 os.close(fd)
+
+    def _is_emptied(self, depth: int, name: bytes) -> bool:
+        return depth == 1 and name in self.emptied
 
     def _enter(self, here: int, name: bytes, depth: int) -> int:
         if depth > limits.IMAGE_DEPTH_MAX:
