@@ -53,6 +53,7 @@ from dsec.node.volumes import Volumes
 from dsec.node.warmpool import WarmPool
 from dsec.observe.logs import get_logger
 from dsec.storage.space import free_bytes
+from dsec.storage.spread import spread_children
 from dsec.storage.volumes import VolumeStore
 from dsec.wire.environments import EnvironmentInfo
 from dsec.wire.layers import CollapseRequest
@@ -128,6 +129,7 @@ class Node:
         config = self.config
         try:
             config.records_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            spread_children(config.records_dir)
             config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise StorageError(f"cannot make {error.filename}: {error.strerror}") from error

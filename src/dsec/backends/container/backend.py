@@ -47,6 +47,7 @@ from dsec.core.states import EndCause
 from dsec.density.cgroups import CgroupHost, detect, memory_for_all, prepare_parent, remove_parent
 from dsec.security import masks, syscalls
 from dsec.security.idranges import IdRanges
+from dsec.storage.spread import spread_children
 from dsec.wire.launch import (
     LAUNCH_VERSION,
     FilterArgs,
@@ -429,6 +430,7 @@ class ContainerBackend:
         )
         for directory in (config.run_dir / "sb", config.sandboxes_dir, config.sandboxes_dir / TRASH):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        spread_children(config.sandboxes_dir)
         self._ids.open()
         self._launcher = Launcher(
             config.run_dir,
