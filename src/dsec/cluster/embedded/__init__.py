@@ -1,0 +1,1 @@
+"""On one machine: shared state in this process, kept in SQLite."""

@@ -1,0 +1,1 @@
+"""In a cluster: shared state on NATS with JetStream."""

