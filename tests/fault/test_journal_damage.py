@@ -148,7 +148,7 @@ async def test_a_new_node_begins_without_a_journal(tmp_path: Path) -> None:
 async def test_a_journal_that_another_program_holds_is_told_and_not_written_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsec.node.journal._BUSY_S", 0.05)
+    monkeypatch.setattr("dsec.node.journalwriter._BUSY_S", 0.05)
     journal = await Journal.open(tmp_path / "journal.db")
     holder = sqlite3.connect(journal.path, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")

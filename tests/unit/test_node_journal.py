@@ -10,7 +10,7 @@ import pytest
 
 from dsec.core import limits
 from dsec.core.errors import HostError, StorageError
-from dsec.node import journal as journal_module
+from dsec.node import journalwriter
 from dsec.node.journal import Journal
 from dsec.node.rows import KeyRow, SandboxRow, Tombstone
 from dsec.testing.nodes import FAKE_SPEC
@@ -95,10 +95,8 @@ async def test_what_was_written_is_on_the_disk_when_the_write_returns(tmp_path: 
 async def test_a_burst_shares_its_transactions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = await Journal.open(tmp_path / "j.db")
     batches: list[int] = []
-    transact = journal_module._transact
-    monkeypatch.setattr(
-        journal_module, "_transact", lambda db, batch: (batches.append(len(batch)), transact(db, batch))
-    )
+    transact = journalwriter._transact
+    monkeypatch.setattr(journalwriter, "_transact", lambda db, batch: (batches.append(len(batch)), transact(db, batch)))
 
     await asyncio.gather(*(journal.intend(row_of(f"s{i}"), None) for i in range(200)))
 
@@ -120,6 +118,52 @@ async def test_a_write_that_fails_harms_none_of_its_batch(tmp_path: Path) -> Non
 
     assert [type(result) for result in results] == [type(None), StorageError, type(None)]
     assert {row.id for row in journal.sandboxes()} == {"a", "b"}
+    await journal.close()
+
+
+async def test_whoever_copies_the_journal_holds_up_writes_and_nothing_else(tmp_path: Path) -> None:
+    journal = await Journal.open(tmp_path / "j.db")
+    other = sqlite3.connect(tmp_path / "j.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+
+    writing = [asyncio.create_task(journal.put(row_of(id))) for id in "ab"]
+    await asyncio.wait(writing, timeout=0.05)
+    writing.append(asyncio.create_task(journal.put(row_of("a", state="running"))))
+    await asyncio.wait(writing, timeout=0.05)
+    assert not any(task.done() for task in writing)
+
+    other.execute("ROLLBACK")
+    other.close()
+    await asyncio.gather(*writing)
+    assert {(row.id, row.state) for row in journal.sandboxes()} == {("a", "running"), ("b", "creating")}
+    await journal.close()
+
+
+async def test_what_is_asked_for_until_the_end_is_written(tmp_path: Path) -> None:
+    journal = await Journal.open(tmp_path / "j.db")
+    writing = [asyncio.create_task(journal.put(row_of(f"s{i}"))) for i in range(1_000)]
+    writing.append(asyncio.create_task(journal.prune(0.0)))
+    await asyncio.sleep(0)
+
+    await journal.close()
+    await asyncio.gather(*writing)
+
+    with pytest.raises(StorageError, match="closed"):
+        await journal.put(row_of("late"))
+    again = await Journal.open(tmp_path / "j.db")
+    assert len(again.sandboxes()) == 1_000
+    await again.close()
+
+
+async def test_the_log_does_not_grow_with_the_number_of_writes(tmp_path: Path) -> None:
+    journal = await Journal.open(tmp_path / "j.db")
+    sizes = []
+    for _ in range(4):
+        for i in range(500):
+            await journal.put(row_of(f"s{i % 50}", record=b"x" * 3_000))
+        sizes.append((tmp_path / "j.db-wal").stat().st_size)
+
+    assert sizes[-1] <= 2 * sizes[0] < 32 << 20
     await journal.close()
 
 

@@ -1,6 +1,6 @@
 """What must be known after a restart: sandboxes, idempotency keys, tombstones, the node's own id. SQLite, WAL.
 
-One thread writes. What was asked for while it wrote becomes one transaction: a burst of creates shares its fsyncs.
+What is asked for in one turn of the loop becomes one transaction (`journalwriter.py`).
 A write survives kill -9 of the node, in the page cache (synchronous = NORMAL). A loss of power may take the last of
 them back, and ends every sandbox anyway; what their directories then hold is found by the backends' `sweep`.
 """
@@ -8,25 +8,20 @@ them back, and ends every sandbox anyway; what their directories then hold is fo
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import queue
 import sqlite3
-import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from dsec.core import limits
 from dsec.core.errors import DsecError, HostError, InvalidArgumentError, ProtocolError, StorageError
-from dsec.core.faults import fault_point
 from dsec.core.ids import NodeId, SandboxId, new_node_id, node_of, parse_node_id, parse_sandbox_id
+from dsec.node.journalwriter import JournalWriter, Write
 from dsec.node.rows import KeyRow, SandboxRow, SpareRow, Tombstone
 from dsec.wire.codec import pack, unpack
 
 SCHEMA_VERSION: Final = 1
-_BATCH_MAX: Final = 512
 _BUSY_S = 10.0
-_QUEUE_MAX: Final = 65_536
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS sandboxes (id TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID;
@@ -42,9 +37,6 @@ CREATE INDEX IF NOT EXISTS tombstones_created ON tombstones (created_at, id);
 CREATE INDEX IF NOT EXISTS tombstones_ended ON tombstones (ended_at);
 """
 
-T = TypeVar("T")
-_Write = Callable[[sqlite3.Connection], Any]
-
 
 class Journal:
     """Opened with `open`. Writes are awaited; reads are point queries on pages in memory, a few microseconds each."""
@@ -53,11 +45,7 @@ class Journal:
         self.path = path
         self.node_id = node_id
         self._reader = reader
-        self._queue: queue.Queue[_Job | None] = queue.Queue(_QUEUE_MAX)
-        self._loop = asyncio.get_running_loop()
-        self._closed = False
-        self._thread = threading.Thread(target=_write_loop, args=(writer, self._queue, self._loop), name="journal")
-        self._thread.start()
+        self._writer = JournalWriter(writer)
 
     @classmethod
     async def open(cls, path: Path) -> Journal:
@@ -73,11 +61,7 @@ class Journal:
 
     async def close(self) -> None:
         """Writes what was asked for, and ends. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        await asyncio.to_thread(self._queue.put, None)
-        await asyncio.to_thread(self._thread.join)
+        await self._writer.close()
         self._reader.close()
 
     # -- writes ------------------------------------------------------------------------------------
@@ -158,7 +142,7 @@ class Journal:
             _drop_oldest(db, "tombstones", "ended_at", limits.TOMBSTONES_MAX)
             _drop_oldest(db, "keys", "at", limits.IDEMPOTENCY_KEYS_MAX)
 
-        await self._submit(write)
+        await self._writer.write(write, long=True)
 
     # -- reads -------------------------------------------------------------------------------------
 
@@ -197,82 +181,8 @@ class Journal:
         except sqlite3.Error as error:
             raise StorageError(f"the journal {self.path} cannot be read") from error
 
-    async def _submit(self, write: _Write) -> None:
-        if self._closed:
-            raise StorageError("the journal is closed")
-        job = _Job(write, self._loop.create_future())
-        try:
-            self._queue.put_nowait(job)
-        except queue.Full as error:
-            raise StorageError(f"{_QUEUE_MAX} writes wait for the journal's disk") from error
-        # The write happens, whatever becomes of who asked for it.
-        await asyncio.shield(job.done)
-
-
-class _Job:
-    __slots__ = ("done", "error", "write")
-
-    def __init__(self, write: _Write, done: asyncio.Future[None]) -> None:
-        self.write = write
-        self.done = done
-        self.error: BaseException | None = None
-
-
-def _write_loop(db: sqlite3.Connection, jobs: queue.Queue[_Job | None], loop: asyncio.AbstractEventLoop) -> None:
-    with contextlib.closing(db):
-        ending = False
-        while not ending:
-            batch = [jobs.get()]
-            while len(batch) < _BATCH_MAX and batch[-1] is not None:
-                try:
-                    batch.append(jobs.get_nowait())
-                except queue.Empty:
-                    break
-            ending = batch[-1] is None
-            work = [job for job in batch if job is not None]
-            _write_batch(db, work)
-            # RuntimeError: the loop is closed, and nobody waits any more.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_settle, work)
-
-
-def _write_batch(db: sqlite3.Connection, batch: list[_Job]) -> None:
-    try:
-        _transact(db, batch)
-    except Exception as error:
-        if len(batch) == 1:
-            batch[0].error = error
-            return
-        # One job's failure is its own: each gets a transaction of its own.
-        for job in batch:
-            _write_batch(db, [job])
-
-
-def _transact(db: sqlite3.Connection, batch: list[_Job]) -> None:
-    if not batch:
-        return
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        for job in batch:
-            fault_point("node.journal.write")
-            job.write(db)
-        db.execute("COMMIT")
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):
-            db.execute("ROLLBACK")
-        raise
-
-
-def _settle(batch: list[_Job]) -> None:
-    for job in batch:
-        if job.done.done():
-            continue
-        if job.error is None:
-            job.done.set_result(None)
-        else:
-            failure = StorageError("the journal could not be written", hint="is the disk of its state directory full?")
-            failure.__cause__ = job.error
-            job.done.set_exception(failure)
+    async def _submit(self, write: Write) -> None:
+        await self._writer.write(write)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
