@@ -32,7 +32,7 @@ from dsec.storage.loader import Loader
 from dsec.storage.mounts import mount_erofs
 from dsec.storage.remote import RemoteLayers
 from dsec.storage.store.places import DirectoryPlace
-from dsec.storage.store.publish import attach_layer, publish_layer
+from dsec.storage.store.publish import attach_layer, publish_layer, sealed_digest
 from dsec.wire.api import STATE_DIR_ROOT
 from dsec.wire.environments import OciSource
 from dsec.wire.loader import LoaderOp, PrefetchArgs
@@ -183,13 +183,14 @@ def _far(layer: LayerLocation, place: Path, front: str, *, whole: bool) -> Itera
     loader = Loader(node / "run", node / "cache", cache_bytes=1 << 40, front=front)
     remote = RemoteLayers(loader)
     try:
-        there = attach_layer(LayerStore(node), layer.digest, DirectoryPlace(place / "store"))
+        name = sealed_digest(LayerStore(place / "made"), layer.digest)
+        there = attach_layer(LayerStore(node), name, DirectoryPlace(place / "store"))
         path = remote.serve(there)
-        wanted = remote.stats_of(layer.digest).chunks - (not whole)
-        args = PrefetchArgs(digest=layer.digest, chunks=() if whole else tuple(range(wanted)), whole=whole)
+        wanted = remote.stats_of(name).chunks - (not whole)
+        args = PrefetchArgs(digest=name, chunks=() if whole else tuple(range(wanted)), whole=whole)
         loader.request(LoaderOp.PREFETCH, args, dict)
         until = time.monotonic() + _PULL_S
-        while remote.stats_of(layer.digest).present < wanted:
+        while remote.stats_of(name).present < wanted:
             if time.monotonic() > until:
                 raise SystemExit(f"bench: not all is here after {_PULL_S:g} s")
             time.sleep(0.05)

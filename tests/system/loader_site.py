@@ -46,7 +46,8 @@ class Site:
             self.digest = held.digests[0]
         if builder.get(self.digest).kind is not LayerKind.EROFS:
             pytest.skip("this host makes no EROFS images")
-        publish_layer(builder, self.digest, self.store)
+        self.built = self.digest  # the builder's name for it
+        self.digest = publish_layer(builder, self.built, self.store).digest
         self.layers = LayerStore(root / "node")
         (root / "run").mkdir()
         self.loader = Loader(root / "run", root / "cache", cache_bytes=1 << 30, front=front)

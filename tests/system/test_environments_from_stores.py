@@ -291,12 +291,18 @@ async def test_the_command_line_pushes_builds_and_tells(place: Place, shared: Sh
         traced = await asyncio.to_thread(ask, "env", "trace", MINE)
         assert await asyncio.to_thread(ask, "env", "push", MINE, shared.url) == f"{MINE}\n"
         refused = await asyncio.to_thread(run, "env", "push", MINE, f"{shared.url}-new")
+        there = json.loads(await asyncio.to_thread(ask, "env", "push", MINE, shared.url, "--json"))["digest"]
+        pull = ("env", "pull", shared.url, MINE, "--as", "pinned", "--digest")
+        assert await asyncio.to_thread(ask, *pull, there) == "pinned\n"
+        other = await asyncio.to_thread(run, *pull, "0" * 12)
 
     assert shared.url in told
     assert told_json["layers"][0]["fetched_bytes"] > 0
     assert "chunks" in traced
     assert refused.returncode == 125
-    assert "cannot be published" in refused.stderr  # its data is in the other store
+    assert "and not here" in refused.stderr  # its data is in the other store
+    assert other.returncode == 125
+    assert "and not 000000000000" in other.stderr
 
 
 async def test_down_leaves_neither_loader_nor_mounts(place: Place, shared: Shared) -> None:

@@ -99,10 +99,10 @@ async def test_an_environment_whose_content_is_in_a_store_is_pushed_to_a_registr
     push_now(store, PushRequest(name=ENVIRONMENT, store=url), lambda _: None)
 
     async with served(place) as (_, client):
-        remote = await client.environments.build("remote", StoreSource(url=url, environment=ENVIRONMENT))
+        await client.environments.build("remote", StoreSource(url=url, environment=ENVIRONMENT))
         before = (await client.environments.stats("remote")).layers[0]
         await client.environments.export("remote", RegistryTarget(f"{host}/team/remote"))
         back = await client.environments.build("back", RegistrySource(f"{host}/team/remote"))
 
     assert (before.store, before.loaded) == (url, False)
-    assert back.layers == remote.layers
+    assert back.layers == store.get(ENVIRONMENT).layers

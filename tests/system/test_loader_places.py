@@ -85,7 +85,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, site: Site, endpoint: str) -> Iterat
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", BUCKET_SECRET)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     boto3.Session().client("s3").create_bucket(Bucket="layers")
-    publish_layer(site.builder, site.digest, open_place("s3://layers/prod"))
+    publish_layer(site.builder, site.built, open_place("s3://layers/prod"))
     yield "s3://layers/prod"
 
 

@@ -30,6 +30,7 @@ from dsec.image.records import BuildRecord, EnvironmentRecord, ImageConfig
 from dsec.image.worker import build_now
 from dsec.storage.layers import LayerKind, LayerRecord
 from dsec.storage.store.places import DirectoryPlace
+from dsec.storage.store.publish import sealed_digest
 from dsec.wire import codec
 from dsec.wire.environments import BuildEvent, BuildRequest, EnvironmentInfo, PushRequest, StoreSource
 from dsec.wire.layers import ComposeRequest, Composition
@@ -87,19 +88,24 @@ def pull(state: Path, place: DirectoryPlace, name: str = "mine", **options: Any)
     return build_now(EnvironmentStore(state), request, lambda event: None)
 
 
+def sealed(store: EnvironmentStore, *digests: str) -> tuple[str, ...]:
+    """What stores call layers of this node."""
+    return tuple(sealed_digest(store.layers, digest) for digest in digests)
+
+
 def test_what_went_in_comes_out(store: EnvironmentStore, place: DirectoryPlace, tmp_path: Path) -> None:
     push_it(store, place)
 
     info = pull(tmp_path / "other", place)
 
     locked = EnvironmentStore(tmp_path / "other").resolve(Environment(base="mine"))
-    assert info.layers == (LOWER, UPPER)
+    assert info.layers == sealed(store, LOWER, UPPER)
     assert (info.env, info.user, info.workdir, info.entrypoint, info.command) == (
         CONFIG.env, CONFIG.user, CONFIG.workdir, CONFIG.entrypoint, CONFIG.command,
     )  # fmt: skip
     assert place.url in info.source
     assert [layer.remote is not None for layer in locked.layers] == [True, False]  # the second has no data
-    assert not (tmp_path / "other" / "layers" / LOWER / "data.blob").exists()
+    assert not (tmp_path / "other" / "layers" / info.layers[0] / "data.blob").exists()
 
 
 def test_pushing_again_changes_nothing(store: EnvironmentStore, place: DirectoryPlace) -> None:
@@ -124,7 +130,7 @@ def test_a_change_in_the_store_is_seen_by_the_next_build(
     with pytest.raises(ConflictError):
         pull(tmp_path / "other", place)
 
-    assert pull(tmp_path / "other", place, replace=True).layers == (UPPER,)
+    assert pull(tmp_path / "other", place, replace=True).layers == sealed(store, UPPER)
 
 
 def test_a_directory_layer_is_refused_before_anything_is_written(
@@ -205,7 +211,7 @@ def test_a_push_that_fails_anywhere_names_nothing_and_can_be_repeated(
     assert not (place.root / image_path("tools")).exists()
     assert not list((store.state / "staging").iterdir())
     push_it(store, place)
-    assert pull(tmp_path / "other", place).layers == (LOWER, UPPER)
+    assert pull(tmp_path / "other", place).layers == sealed(store, LOWER, UPPER)
 
 
 async def test_a_push_that_is_cancelled_leaves_nothing_half_made(
@@ -228,7 +234,7 @@ async def test_a_push_that_is_cancelled_leaves_nothing_half_made(
     await push(store, request)
     source = StoreSource(url=place.url, environment="tools")
     info = await build(EnvironmentStore(tmp_path / "other"), BuildRequest(name="mine", source=source))
-    assert info.layers == ("5" * 64,)
+    assert info.layers == sealed(store, "5" * 64)
 
 
 def test_drafts_of_the_dead_are_removed_and_of_the_living_are_not(place: DirectoryPlace) -> None:
@@ -255,7 +261,7 @@ def test_tags_and_environments_of_parts_are_pushed_as_what_they_are(
     name(store, "under", (LOWER,))
     made = compose(store, ComposeRequest(name="task", of=Composition(base="under", toolkits=("kit:1.4",))))
     push_it(store, place, "kit:1.4")
-    push_it(store, place, f"task@{made.digest}")
+    there = push_now(store, PushRequest(name=f"task@{made.digest}", store=place.url), lambda event: None)
     other = EnvironmentStore(tmp_path / "other")
 
     found = [
@@ -263,8 +269,11 @@ def test_tags_and_environments_of_parts_are_pushed_as_what_they_are(
         for to, of in (("kit:1.4", "kit:1.4"), ("mine:x", "task"))
     ]
 
-    assert [(info.name, info.layers) for info in found] == [("kit:1.4", (UPPER,)), ("mine:x", (LOWER, UPPER))]
-    assert found[1].digest == made.digest  # the same on every node
+    assert [(info.name, info.layers) for info in found] == [
+        ("kit:1.4", sealed(store, UPPER)),
+        ("mine:x", sealed(store, LOWER, UPPER)),
+    ]
+    assert found[1].digest == there.digest  # the same on every node that has it from there
     assert sorted(path.relative_to(place.root / "images") for path in (place.root / "images").rglob("*.json")) == [
         Path("kit/1.4.json"), Path("task/latest.json"),
     ]  # fmt: skip
@@ -279,4 +288,4 @@ def test_a_record_of_a_store_from_before_there_were_tags_is_read(
     push_it(store, place)
     (place.root / image_path("tools")).rename(place.root / "images" / "tools.json")
 
-    assert pull(tmp_path / "other", place).layers == (LOWER, UPPER)
+    assert pull(tmp_path / "other", place).layers == sealed(store, LOWER, UPPER)

@@ -67,9 +67,28 @@ def test_an_index_of_another_blob_is_refused(tmp_path: Path) -> None:
     ref, _ = format.pack_object(b"")
     blob = format.BlobRef(size=300_000, chunk_size=format.CHUNK_BYTES, stored=1, index=ref)
 
-    format.check_index(bytes(96), blob)
+    content = [struct.pack("<QII32s", 0, 1, 1, bytes(32))] * 2
+    format.check_index(b"".join(content), blob)
     with pytest.raises(StorageError):
-        format.check_index(bytes(48), blob)
+        format.check_index(content[0], blob)
+
+
+def test_a_hole_hashes_to_zeros(tmp_path: Path) -> None:
+    """Nobody would compare it with anything later."""
+    (tmp_path / "blob").write_bytes(bytes(format.CHUNK_BYTES) + b"content" + bytes(format.CHUNK_BYTES))
+    with (tmp_path / "data").open("wb") as data:
+        cut = format.cut(tmp_path / "blob", data)
+    ref, _ = format.pack_object(b"")
+    blob = format.BlobRef(size=2 * format.CHUNK_BYTES + 7, chunk_size=format.CHUNK_BYTES, stored=1, index=ref)
+    records = [cut.index[at : at + 48] for at in range(0, len(cut.index), 48)]
+
+    format.check_index(cut.index, blob)
+    for lie in (
+        records[0] + records[1][:8] + bytes(4) + records[1][12:] + records[2],
+        records[0][:12] + struct.pack("<I", 1 << 31) + records[0][16:] + records[1] + records[2],
+    ):
+        with pytest.raises(StorageError, match="hole"):
+            format.check_index(lie, blob)
 
 
 @pytest.mark.parametrize(

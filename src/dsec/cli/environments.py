@@ -230,6 +230,7 @@ def push(
             put_json(info)
         else:
             print(info.name)
+            say(f"it is {info.digest} there: `dsec env pull --digest` takes nothing else")
 
     run_async(work())
 

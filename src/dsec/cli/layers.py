@@ -105,6 +105,10 @@ def pull(
     as_: Annotated[
         str | None, typer.Option("--as", metavar="NAME", help="What it is called here.", show_default=False)
     ] = None,
+    digest: Annotated[
+        str | None,
+        typer.Option("--digest", metavar="DIGEST", help="Take no other: as the push told it.", show_default=False),
+    ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Give the name to other content.")] = False,
     json: Json = False,
 ) -> None:
@@ -115,7 +119,7 @@ def pull(
 
         async with client() as c:
             with Progress() as progress:
-                source = StoreSource(url=store, environment=name)
+                source = StoreSource(url=store, environment=name, digest=digest)
                 info = await c.environments.build(as_ or name, source, replace=replace, on_event=progress.hear)
         if settings.json:
             put_json(info)

@@ -47,6 +47,13 @@ def parse_reference(text: str, what: str = "environment name") -> Reference:
     return Reference(parse_name(name, what), tag if colon else TAG_DEFAULT)
 
 
+def parse_digest(text: str) -> str:
+    """The digest of one exact record, or the beginning of one. Raises InvalidArgumentError."""
+    if not isinstance(text, str) or not _DIGEST.match(text):
+        raise InvalidArgumentError(f"{text!r} is no digest", hint="12 to 64 of 0-9 and a-f")
+    return text
+
+
 def parse_tagged(text: str, what: str = "environment name") -> Reference:
     """A reference that can be given to something: one with a digest says what it is already."""
     reference = parse_reference(text, what)

@@ -17,11 +17,11 @@ from dsec.core.units import format_size
 from dsec.image.environments import EnvironmentStore
 from dsec.image.make import Report, progress
 from dsec.image.recipes import RECIPE_VERSION
-from dsec.image.records import ImageConfig, check_config
+from dsec.image.records import ImageConfig, check_config, record_digest, stack_layers
 from dsec.storage.layers import LayerKind, LayerLocation, LayerStore, Lease
 from dsec.storage.store.format import STORE_VERSION
 from dsec.storage.store.places import Place, WebPlace, open_place
-from dsec.storage.store.publish import attach_layer, is_published, publish_layer, require_store
+from dsec.storage.store.publish import attach_layer, is_published, publish_layer, require_store, sealed_digest
 from dsec.wire import codec
 from dsec.wire.environments import EnvironmentInfo, PushRequest, StoreSource
 
@@ -66,6 +66,12 @@ def read_image(source: StoreSource) -> ImageRecord:
         raise StorageError(f"the store {place.url} has another environment, or version, as {source.environment!r}")
     if len(image.layers) > limits.IMAGE_LAYERS_MAX:
         raise LimitError(f"an image has at most {limits.IMAGE_LAYERS_MAX} layers, not {len(image.layers)}")
+    found = record_digest(image.layers, image.config)
+    if source.digest is not None and not found.startswith(source.digest):
+        raise StorageError(
+            f"environment {source.environment!r} of the store is {found[:12]}, and not {source.digest[:12]}",
+            hint="it was pushed again, or somebody has changed it",
+        )
     return image
 
 
@@ -109,6 +115,7 @@ def _attach(layers: LayerStore, digest: str, place: Place) -> Lease:
 def push_now(store: EnvironmentStore, request: PushRequest, report: Report) -> EnvironmentInfo:
     """Put an environment into a store, layers first and its record last; what is there already is left as it is.
 
+    The answer has the digests of the store: they name all that will ever be read of it, wherever it is pulled.
     Raises UnsupportedError for layers kept as directories and for stores that cannot be written, and what the store
     raises. After an error the store has whole layers that nothing names, at worst.
     """
@@ -121,9 +128,11 @@ def push_now(store: EnvironmentStore, request: PushRequest, report: Report) -> E
     with lease:
         _check_kinds(request.name, locked.layers)
         require_store(place, make=True)
+        sealed = []
         for number, layer in enumerate(locked.layers, 1):
             what = f"layer {number} of {len(locked.layers)}, {layer.digest[:12]}"
-            _push_layer(store.layers, layer, place, what, report)
+            sealed.append(_push_layer(store.layers, layer, place, what, report))
+        layers = stack_layers([sealed])
         info = store.get(request.name)
         reference = parse_reference(request.name)
         name = str(reference if reference.digest is None else Reference(reference.name))
@@ -134,14 +143,18 @@ def push_now(store: EnvironmentStore, request: PushRequest, report: Report) -> E
             entrypoint=locked.entrypoint,
             command=locked.command,
         )
-        image = ImageRecord(
-            name=name, layers=locked.digests(), config=config, source=info.source, created_at=info.created_at
-        )
+        image = ImageRecord(name=name, layers=layers, config=config, source=info.source, created_at=info.created_at)
         progress(report, "publish", f"naming it {name}")
         content = codec.to_json(image)
         if _present(place, name) != content:
             place.put(image_path(name), content)
-        return info
+        sizes = dict(zip(sealed, info.layer_bytes, strict=False))
+        return msgspec.structs.replace(
+            info,
+            digest=record_digest(layers, config),
+            layers=layers,
+            layer_bytes=tuple(sizes.get(digest, 0) for digest in layers),
+        )
 
 
 def _present(place: Place, name: str) -> bytes | None:
@@ -160,13 +173,15 @@ def _check_kinds(name: str, layers: tuple[LayerLocation, ...]) -> None:
             )
 
 
-def _push_layer(layers: LayerStore, layer: LayerLocation, place: Place, what: str, report: Report) -> None:
-    if is_published(place, layer.digest):
+def _push_layer(layers: LayerStore, layer: LayerLocation, place: Place, what: str, report: Report) -> str:
+    """What the store calls it."""
+    name = sealed_digest(layers, layer.digest)
+    if is_published(place, name):
         progress(report, "push", f"{what}: it is there already")
-        return
+        return name
     progress(report, "wait", f"{what}: waiting for others who push it, if there are any")
     key = hashlib.sha256(f"push {place.url} {layer.digest}".encode()).hexdigest()
     with layers.single_flight(key):
         size = layer.blob.stat().st_size if layer.blob is not None else 0
         progress(report, "push", f"{what}, {format_size(size)}")
-        publish_layer(layers, layer.digest, place)
+        return publish_layer(layers, layer.digest, place).digest

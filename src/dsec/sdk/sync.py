@@ -447,6 +447,7 @@ class Environments(Blocking[AsyncEnvironments]):
         """Puts an environment into a store, from which other nodes build it with `StoreSource`.
 
         `store`: `file:///directory` of the node, or `s3://bucket/prefix`. What is there already is left as it is.
+        The answer's digests are the store's: they name all that is ever read of it (`StoreSource(…, digest=…)`).
         UnsupportedError where layers are kept as directories, or the store is read only.
         """
         return portal().run_calling(lambda bridge: self._async.push(name, store, on_event=bridge(on_event)))

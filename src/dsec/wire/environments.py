@@ -12,7 +12,7 @@ import msgspec
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.image_names import parse_image_name
-from dsec.core.references import parse_reference, parse_tagged
+from dsec.core.references import parse_digest, parse_reference, parse_tagged
 from dsec.core.spec import check_path
 from dsec.wire.errors import ErrorBody
 from dsec.wire.images import ExportedImage
@@ -174,14 +174,20 @@ class GitSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class StoreSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="store"):
-    """An environment that was pushed to a store. Its content stays there, and is loaded as it is read."""
+    """An environment that was pushed to a store. Its content stays there, and is loaded as it is read.
+
+    With the digest that the push told, or 12 digits of it or more, nothing else is taken, whatever the store says.
+    """
 
     url: str
     environment: str  # its name in the store: NAME, or NAME:TAG
+    digest: str | None = None
 
     def __post_init__(self) -> None:
         check_store(self.url)
         parse_tagged(self.environment)
+        if self.digest is not None:
+            parse_digest(self.digest)
 
 
 TreeSource = DirectorySource | TarSource | OciSource | DebianSource | GitSource  # a tree is made of it

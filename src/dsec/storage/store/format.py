@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ _CHUNK_BYTES_MIN: Final = 4 << 10  # as native/loader/src/index.rs has them
 _CHUNK_BYTES_MAX: Final = 4 << 20
 _LEVEL: Final = 3
 _RECORD: Final = struct.Struct("<QII32s")  # as native/loader/src/index.rs reads it
+_SEALED: Final = struct.Struct("<QI")
 _THREADS: Final = 4
 _AHEAD: Final = 32  # chunks in memory while they are compressed
 
@@ -55,7 +56,7 @@ class LayerManifest(msgspec.Struct, frozen=True, kw_only=True):
     """`layers/…/<digest>.json`: published last, so whoever sees it finds the rest. Readers ignore unknown fields."""
 
     version: int = STORE_VERSION
-    digest: str
+    digest: str  # as `sealed` computes it
     entries: int
     created_at: float
     meta: ObjectRef
@@ -100,7 +101,7 @@ def cut(blob: Path, data: IO[bytes]) -> Cut:
     records: list[bytes] = []
     offset = 0
     with ThreadPoolExecutor(_THREADS) as pool:
-        for raw_size, digest, stored in _in_order(pool, _chunks(blob)):
+        for raw_size, digest, stored in _in_order(pool, _chunks(blob), _pack):
             records.append(_RECORD.pack(offset if stored else 0, len(stored), raw_size, digest))
             data.write(stored)
             offset += len(stored)
@@ -125,10 +126,12 @@ def _read_full(file: IO[bytes]) -> bytes:
     return b"".join(parts)
 
 
-def _in_order(pool: ThreadPoolExecutor, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes, bytes]]:
+def _in_order(
+    pool: ThreadPoolExecutor, chunks: Iterator[bytes], work: Callable[[bytes], tuple[int, bytes, bytes]]
+) -> Iterator[tuple[int, bytes, bytes]]:
     waiting: list[Future[tuple[int, bytes, bytes]]] = []
     for chunk in chunks:
-        waiting.append(pool.submit(_pack, chunk))
+        waiting.append(pool.submit(work, chunk))
         if len(waiting) >= _AHEAD:
             yield waiting.pop(0).result()
     for future in waiting:
@@ -178,11 +181,48 @@ def check_manifest(manifest: LayerManifest) -> None:
         )
 
 
+def sealed(meta: bytes, blob: BlobRef | None, index: bytes = b"") -> str:
+    """The digest by which a store has a layer: of all that is ever read of it, down to each chunk of its data.
+
+    Whoever knows it can check what anybody gives them: metadata at once, a chunk when it comes.
+    """
+    total = hashlib.sha256(b"dsec-sealed-1\0" + hashlib.sha256(meta).digest())
+    if blob is not None:
+        total.update(_SEALED.pack(blob.size, blob.chunk_size))
+        for _, _, _, digest in _RECORD.iter_unpack(index):
+            total.update(digest)
+    return total.hexdigest()
+
+
+def hash_chunks(blob: Path) -> bytes:
+    """An index without places: what `sealed` needs of the blob. Raises StorageError when it cannot be read."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        hashed = _in_order(pool, _chunks(blob), _hash)
+        return b"".join(_RECORD.pack(0, 0, raw_size, digest) for raw_size, digest, _ in hashed)
+
+
+def _hash(raw: bytes) -> tuple[int, bytes, bytes]:
+    return len(raw), blake3.blake3(raw).digest(), b""
+
+
 def index_chunks(size: int, chunk_size: int) -> int:
     return -(-size // chunk_size)
 
 
 def check_index(index: bytes, blob: BlobRef) -> None:
-    """Raises StorageError when an index cannot be that of the blob; the loader checks each record."""
+    """Raises StorageError when an index cannot be that of the blob; the loader checks where each record points to.
+
+    Holes are never fetched, so that nobody would compare them: they must be of zeros by what they hash to.
+    """
     if len(index) != index_chunks(blob.size, blob.chunk_size) * _RECORD.size:
         raise StorageError("the index of a layer does not fit its blob")
+    zeros: dict[int, bytes] = {}
+    for _, stored, raw_size, digest in _RECORD.iter_unpack(index):
+        if stored:
+            continue
+        if raw_size > blob.chunk_size:
+            raise StorageError("the index of a layer has a hole that is larger than a chunk")
+        if raw_size not in zeros:
+            zeros[raw_size] = blake3.blake3(bytes(raw_size)).digest()
+        if digest != zeros[raw_size]:
+            raise StorageError("the index of a layer has a hole where there is content")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, NotFoundError, StorageError, UnsupportedError
@@ -23,6 +23,8 @@ from dsec.storage.store.places import Place
 from dsec.wire import codec
 
 T = TypeVar("T")
+
+_NO_INDEX: Final = format.ObjectRef(sha256="", size=0, stored=0)
 
 
 def require_store(place: Place, *, make: bool = False) -> None:
@@ -46,32 +48,56 @@ def is_published(place: Place, digest: str) -> bool:
     return True
 
 
+def sealed_digest(layers: LayerStore, digest: str) -> str:
+    """What a store calls a layer of this node. Reads all of it, unless it came from a store.
+
+    Raises NotFoundError, StorageError, UnsupportedError for a layer that is kept as a directory.
+    """
+    layer = layers.get(digest)
+    if layer.remote is not None:
+        return digest
+    if layer.kind is not LayerKind.EROFS:
+        raise UnsupportedError(
+            f"layer {digest[:12]} is no image and cannot be published", hint="it needs EROFS images: see `dsec doctor`"
+        )
+    size = layer.blob.stat().st_size if layer.blob is not None else 0
+    if layer.blob is None or not size:
+        return format.sealed(layer.meta.read_bytes(), None)
+    return format.sealed(layer.meta.read_bytes(), _ref(size), format.hash_chunks(layer.blob))
+
+
+def _ref(size: int, stored: int = 0, index: format.ObjectRef = _NO_INDEX) -> format.BlobRef:
+    return format.BlobRef(size=size, chunk_size=format.CHUNK_BYTES, stored=stored, index=index)
+
+
 def publish_layer(layers: LayerStore, digest: str, place: Place) -> format.LayerManifest:
     """Put a local layer into a store, data first and manifest last; there already is success.
 
     Raises UnsupportedError for a layer that is kept as a directory, and what the store raises.
     """
     require_store(place, make=True)
-    if is_published(place, digest):
-        return read_manifest(place, digest)
+    name = sealed_digest(layers, digest)
+    if is_published(place, name):
+        return read_manifest(place, name)
     layer = layers.get(digest)
-    if layer.kind is not LayerKind.EROFS or layer.remote is not None:
+    if layer.remote is not None:
         raise UnsupportedError(
-            f"layer {digest[:12]} is no local image and cannot be published",
-            hint="it needs EROFS images: see `dsec doctor`",
+            f"the content of layer {digest[:12]} is in the store {layer.remote.store}, and not here",
+            hint="push it from the node that built it",
         )
     record = layers.record(digest)
-    blob = _publish_blob(layers, digest, layer.blob, place) if layer.blob is not None else None
-    meta, packed = format.pack_object(layer.meta.read_bytes())
-    place.put(format.object_path("meta", meta.sha256), packed)
+    meta = layer.meta.read_bytes()
+    blob = _publish_blob(layers, name, meta, layer.blob, place) if layer.blob is not None else None
+    ref, packed = format.pack_object(meta)
+    place.put(format.object_path("meta", ref.sha256), packed)
     manifest = format.LayerManifest(
-        digest=digest, entries=record.entries, created_at=record.created_at, meta=meta, blob=blob
+        digest=name, entries=record.entries, created_at=record.created_at, meta=ref, blob=blob
     )
-    place.put(format.manifest_path(digest), codec.to_json(manifest))
+    place.put(format.manifest_path(name), codec.to_json(manifest))
     return manifest
 
 
-def _publish_blob(layers: LayerStore, digest: str, blob: Path, place: Place) -> format.BlobRef | None:
+def _publish_blob(layers: LayerStore, name: str, meta: bytes, blob: Path, place: Place) -> format.BlobRef | None:
     size = blob.stat().st_size
     if size == 0:
         return None
@@ -79,10 +105,12 @@ def _publish_blob(layers: LayerStore, digest: str, blob: Path, place: Place) -> 
     with layers.staging() as work:
         with (work / "data").open("xb") as data:
             cut = format.cut(blob, data)
-        place.put_file(format.object_path("data", digest), work / "data")
+        if format.sealed(meta, _ref(size), cut.index) != name:
+            raise StorageError(f"the data of layer {name[:12]} has changed on the disk while it was read")
+        place.put_file(format.object_path("data", name), work / "data")
     index, packed = format.pack_object(cut.index)
     place.put(format.object_path("index", index.sha256), packed)
-    return format.BlobRef(size=size, chunk_size=format.CHUNK_BYTES, stored=cut.stored, index=index)
+    return _ref(size, cut.stored, index)
 
 
 def read_manifest(place: Place, digest: str) -> format.LayerManifest:
@@ -105,9 +133,10 @@ def _record(place: Place, path: str, type: type[T]) -> T:
 
 
 def attach_layer(layers: LayerStore, digest: str, place: Place) -> LayerLocation:
-    """Make a layer of a store usable here: metadata and index are fetched and checked, its data is not.
+    """Make a layer of a store usable here: metadata and index are fetched, and must be what `digest` is made of; so
+    must the data be, when it is read. A layer that is here already is success.
 
-    A layer that is here already, of any kind, is success.
+    Raises NotFoundError, StorageError for what the digest does not name, and what the store raises.
     """
     try:
         return layers.get(digest)
@@ -119,11 +148,14 @@ def attach_layer(layers: LayerStore, digest: str, place: Place) -> LayerLocation
         staged.mkdir()
         meta = format.unpack_object(manifest.meta, place.get(format.object_path("meta", manifest.meta.sha256)))
         write_synced(staged / META_NAME, meta)
-        remote = None
+        remote, index = None, b""
         size_bytes = len(meta)
         if (blob := manifest.blob) is not None:
             index = format.unpack_object(blob.index, place.get(format.object_path("index", blob.index.sha256)))
             format.check_index(index, blob)
+        if format.sealed(meta, blob, index) != digest:
+            raise StorageError(f"what the store {place.url} gives for layer {digest[:12]} is something else")
+        if blob is not None:
             write_synced(staged / INDEX_NAME, index)
             size_bytes += len(index)
             remote = RemoteBlob(store=place.url, size=blob.size, chunk_size=blob.chunk_size, stored=blob.stored)
