@@ -87,11 +87,11 @@ class EmbeddedRpc:
         except TimeoutError as error:
             if limit.expired():
                 raise DeadlineError(f"{method} was not done within {timeout_s:g} s") from error
-            raise _told(error, method) from error
+            raise told(error, method) from error
         except DsecError:
             raise
         except Exception as error:
-            raise _told(error, method) from error
+            raise told(error, method) from error
         finally:
             self._load = self._service.load()
 
@@ -123,7 +123,7 @@ class EmbeddedRpc:
         except DsecError as failure:
             error = failure
         except Exception as failure:
-            error = _told(failure, method)
+            error = told(failure, method)
         finally:
             stream.shut(error)
 
@@ -158,8 +158,8 @@ class _CallerEnd:
                     await asyncio.wait({self._task}, timeout=STREAM_LINGER_S)
 
 
-def _told(error: Exception, method: Method) -> DsecError:
+def told(error: Exception, method: Method) -> DsecError:
     """What a caller is told of a failure that is not in the error tree: as over a wire, its text stays here."""
     log.error("a node method failed", method=str(method), exc_info=error)
-    told = body_of(error)
-    return PlatformError(told.message, hint=told.hint)
+    body = body_of(error)
+    return PlatformError(body.message, hint=body.hint)

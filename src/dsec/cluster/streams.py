@@ -13,7 +13,7 @@ from dsec.wire.frames import Frame
 class StreamEnd:
     """One end (`wire.node.Stream`). Made by `stream_pair`."""
 
-    def __init__(self, inbound: _Lane, outbound: _Lane) -> None:
+    def __init__(self, inbound: Lane, outbound: Lane) -> None:
         self._in = inbound
         self._out = outbound
 
@@ -40,11 +40,11 @@ class StreamEnd:
 
 
 def stream_pair() -> tuple[StreamEnd, StreamEnd]:
-    one, other = _Lane(), _Lane()
+    one, other = Lane(), Lane()
     return StreamEnd(one, other), StreamEnd(other, one)
 
 
-class _Lane:
+class Lane:
     """One direction. Bounded by frames and bytes; a single frame of any legal size always fits an empty lane."""
 
     def __init__(self) -> None:
@@ -68,6 +68,13 @@ class _Lane:
         _wake_one(self._readers)
         if self._has_room(0):
             _wake_one(self._writers)
+
+    def push(self, frame: Frame) -> None:
+        """Without waiting: for who bounds it by other means."""
+        if not self._abandoned and not self._finished:
+            self._frames.append(frame)
+            self.size_bytes += frame.size
+            _wake_one(self._readers)
 
     async def get(self) -> Frame | None:
         while not self._frames:

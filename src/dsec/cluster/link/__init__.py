@@ -1,0 +1,1 @@
+"""Calls and streams between API and node over one TCP connection with mutual TLS."""

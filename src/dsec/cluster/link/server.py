@@ -1,0 +1,306 @@
+"""The node's side: it listens, and serves who shows an API replica's certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from dsec.cluster.certificates import API_NAME
+from dsec.cluster.link.bodies import Assembly, check_size, send_body
+from dsec.cluster.link.connection import Connection
+from dsec.cluster.link.stream import LinkStream
+from dsec.cluster.rpc import told
+from dsec.core.errors import (
+    CapacityError,
+    DeadlineError,
+    DsecError,
+    ForbiddenError,
+    HostError,
+    NodeRetiredError,
+    Outcome,
+    ProtocolError,
+    UnavailableError,
+    UnsupportedError,
+)
+from dsec.core.ids import NodeId
+from dsec.core.limits import (
+    LINK_BODIES_BYTES_MAX,
+    LINK_CALLS_MAX,
+    LINK_CONNECT_S,
+    LINKS_MAX,
+    NODE_STREAMS_MAX,
+    STREAM_LINGER_S,
+)
+from dsec.observe.logs import get_logger
+from dsec.wire.codec import pack, unpack
+from dsec.wire.errors import body_of
+from dsec.wire.link import (
+    GENERATION_MAX,
+    GENERATION_MIN,
+    AnswerHead,
+    CallHead,
+    Failed,
+    Hello,
+    Kind,
+    Packet,
+    Welcome,
+    split_head,
+)
+from dsec.wire.node import Method, NodeService
+
+log = get_logger(__name__)
+
+_BACKLOG: Final = 256
+_METHODS: Final = {str(method): method for method in Method}
+
+
+class NodeListener:
+    """Serves `service` on TCP, to any number of API replicas, until `close`."""
+
+    def __init__(self, service: NodeService, node: NodeId, *, tls: ssl.SSLContext, term: Callable[[], int]) -> None:
+        self.service = service
+        self.node = node
+        self.term = term
+        self.links: set[_Link] = set()
+        self.incomplete_bytes = 0  # of bodies on their way in
+        self._tls = tls
+        self._server: asyncio.Server | None = None
+
+    @property
+    def streams_open(self) -> int:
+        return sum(len(link.streams) for link in self.links)
+
+    async def listen(self, host: str, port: int) -> tuple[str, int]:
+        """Where it listens. Raises HostError."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                self._connection,
+                host,
+                port,
+                ssl=self._tls,
+                ssl_handshake_timeout=LINK_CONNECT_S,
+                backlog=_BACKLOG,
+                reuse_address=True,
+            )
+        except OSError as error:
+            raise HostError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}", hint="node.listen says where"
+            ) from error
+        name = self._server.sockets[0].getsockname()
+        return str(name[0]), int(name[1])
+
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """New work is refused, what is under way gets its grace; then it ends, and the callers are told."""
+        if self._server is not None:
+            self._server.close()
+        for link in list(self.links):
+            link.connection.send(Kind.BYE, 0)
+        under_way = [task for link in self.links for task in link.tasks]
+        if under_way and grace_s > 0:
+            await asyncio.wait(under_way, timeout=grace_s)
+        for link in list(self.links):
+            await link.end("the node is stopping")
+
+    def _connection(self) -> Connection:
+        link = _Link(self)
+        self.links.add(link)
+        return link.connection
+
+
+class _Link:
+    """One API replica's connection."""
+
+    def __init__(self, listener: NodeListener) -> None:
+        self._listener = listener
+        self.connection = Connection(self._received, self._lost)
+        self.streams: dict[int, LinkStream] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._incoming: dict[int, tuple[CallHead, Assembly]] = {}
+        self._greeted = False
+        self._hurry = asyncio.get_running_loop().call_later(LINK_CONNECT_S, self._silent)
+
+    async def end(self, why: str) -> None:
+        for task in list(self.tasks):
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(set(self.tasks))
+        self.connection.close(why)
+
+    # -- packets -----------------------------------------------------------------------------------
+
+    def _received(self, found: Packet) -> None:
+        if not self._greeted:
+            self._greet(found)
+            return
+        match found.kind:
+            case Kind.CALL:
+                self._begin(found.id, found.body)
+            case Kind.PART:
+                self._go_on(found.id, found.body)
+            case Kind.CANCEL:
+                self._drop(found.id)
+                if (call := self._calls.get(found.id)) is not None:
+                    call.cancel()
+            case Kind.FRAME | Kind.CREDIT | Kind.CLOSE:
+                # One that is not known has ended here, and the other side will hear of it.
+                if (stream := self.streams.get(found.id)) is not None:
+                    stream.take(found.kind, found.body)
+            case _:
+                raise ProtocolError(f"a packet of kind {found.kind}")
+
+    def _greet(self, found: Packet) -> None:
+        if found.kind != Kind.HELLO:
+            raise ProtocolError("the connection did not begin with HELLO")
+        listener = self._listener
+        hello = unpack(found.body, Hello)
+        names = self.connection.peer_names()
+        try:
+            if API_NAME not in names:
+                raise ForbiddenError(
+                    f"only API replicas are served, and this is {', '.join(sorted(names)) or 'nobody'}"
+                )
+            if hello.node != listener.node:
+                raise NodeRetiredError(f"node {hello.node} is not here any more")
+            generation = min(hello.high, GENERATION_MAX)
+            if generation < max(hello.low, GENERATION_MIN):
+                raise UnsupportedError(
+                    f"the API speaks generations {hello.low} to {hello.high}, and this node "
+                    f"{GENERATION_MIN} to {GENERATION_MAX}",
+                    hint="update the older one",
+                )
+            if len(listener.links) > LINKS_MAX:
+                raise CapacityError(f"the node has {LINKS_MAX} connections", retry_after_s=1.0)
+        except DsecError as error:
+            log.warning("a connection was refused", peer=self.connection.peer(), error=error.message)
+            self.connection.send(Kind.FAIL, 0, pack(Failed(body_of(error))))
+            self.connection.close(error.message)
+            return
+        self._greeted = True
+        self._hurry.cancel()
+        self.connection.send(Kind.WELCOME, 0, pack(Welcome(generation, listener.node, listener.term())))
+
+    def _begin(self, id: int, body: bytes) -> None:
+        packed, first = split_head(body)
+        head = unpack(packed, CallHead)
+        if id in self._calls or id in self.streams or id in self._incoming:
+            raise ProtocolError(f"id {id} is in use")
+        assembly = Assembly(head.size)
+        if assembly.add(first):
+            self._start(id, head, assembly.body())
+            return
+        if self._listener.incomplete_bytes + head.size > LINK_BODIES_BYTES_MAX:
+            # Its parts find no call, and are dropped.
+            self._fail(id, CapacityError("the node takes in too much at once", retry_after_s=1.0))
+            return
+        self._listener.incomplete_bytes += head.size
+        self._incoming[id] = (head, assembly)
+
+    def _go_on(self, id: int, part: bytes) -> None:
+        found = self._incoming.get(id)
+        if found is None:
+            return
+        head, assembly = found
+        if assembly.add(part):
+            self._drop(id)
+            self._start(id, head, assembly.body())
+
+    def _drop(self, id: int) -> None:
+        if (found := self._incoming.pop(id, None)) is not None:
+            self._listener.incomplete_bytes -= found[0].size
+
+    # -- work --------------------------------------------------------------------------------------
+
+    def _start(self, id: int, head: CallHead, body: bytes) -> None:
+        method = _METHODS.get(head.method)
+        if method is None:
+            self._fail(id, UnsupportedError(f"this node does not know {head.method[:40]}", hint="update it"))
+        elif head.stream and len(self.streams) >= NODE_STREAMS_MAX:
+            self._fail(id, CapacityError(f"the node has {NODE_STREAMS_MAX} streams open", retry_after_s=1.0))
+        elif not head.stream and len(self._calls) >= LINK_CALLS_MAX:
+            self._fail(id, CapacityError(f"the node has {LINK_CALLS_MAX} calls under way", retry_after_s=1.0))
+        elif head.stream:
+            stream = self.streams[id] = LinkStream(self.connection, id, lambda: self._ended(id))
+            self._spawn(self._serve(method, head, body, stream), f"stream {method}")
+        else:
+            self._calls[id] = self._spawn(self._call(id, method, head, body), f"call {method}")
+            self._calls[id].add_done_callback(lambda _: self._calls.pop(id, None))
+
+    def _ended(self, id: int) -> None:
+        self.streams.pop(id, None)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work, name=name)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    async def _call(self, id: int, method: Method, head: CallHead, body: bytes) -> None:
+        service = self._listener.service
+        try:
+            try:
+                async with asyncio.timeout(head.timeout_s) as limit:
+                    answer = await service.call(
+                        method, body, caller=head.caller, key=head.key, timeout_s=head.timeout_s
+                    )
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise
+                raise DeadlineError(f"{method} was not done within {head.timeout_s:g} s") from error
+            check_size(answer)
+        except asyncio.CancelledError:
+            self._fail(id, UnavailableError("the node has ended the call", outcome=Outcome.UNKNOWN))
+            raise
+        except DsecError as error:
+            self._fail(id, error)
+        except Exception as error:
+            self._fail(id, told(error, method))
+        else:
+            packed = pack(AnswerHead(len(answer), service.load()))
+            await send_body(self.connection, Kind.ANSWER, id, packed, answer)
+
+    async def _serve(self, method: Method, head: CallHead, body: bytes, stream: LinkStream) -> None:
+        lingering = asyncio.create_task(self._linger(stream, asyncio.current_task()), name="lingering")
+        error: BaseException | None = None
+        try:
+            await self._listener.service.serve_stream(method, body, stream, caller=head.caller)
+        except asyncio.CancelledError:
+            error = UnavailableError("the node has ended the stream")
+            raise
+        except DsecError as failure:
+            error = failure
+        except Exception as failure:
+            error = told(failure, method)
+        finally:
+            lingering.cancel()
+            stream.shut(error)
+
+    async def _linger(self, stream: LinkStream, work: asyncio.Task[None] | None) -> None:
+        """Once the caller has closed: a moment for what it had sent, and then the work ends."""
+        await stream.other_side()
+        await asyncio.sleep(STREAM_LINGER_S)
+        if work is not None:
+            work.cancel()
+
+    def _fail(self, id: int, error: DsecError) -> None:
+        self.connection.send(Kind.FAIL, id, pack(Failed(body_of(error), self._listener.service.load())))
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _silent(self) -> None:
+        self._listener.links.discard(self)  # also one whose TLS never came to an end, of which nothing else is told
+        self.connection.abort("it did not say who it is")
+
+    def _lost(self, why: str) -> None:
+        self._hurry.cancel()
+        self._listener.links.discard(self)
+        for id in list(self._incoming):
+            self._drop(id)
+        for task in list(self.tasks):
+            task.cancel()
+        streams, self.streams = self.streams, {}
+        for stream in streams.values():
+            stream.end(UnavailableError(f"the connection to the API is lost: {why}"))
