@@ -257,7 +257,7 @@ impl Agent {
         self.signal_everything(KILL);
         if let Some(link) = self.link.as_deref_mut() {
             // The answer to `shutdown`; a host that does not read does not hold us.
-            let _ = link.flush();
+            let _ = link.flush(false);
         }
         self.finished = true;
     }
@@ -416,13 +416,18 @@ impl Agent {
             if link.closing || link.is_stalled() {
                 return false;
             }
-            let handled = match link.decoder().next_frame() {
+            let frame = match link.decoder().next_frame() {
                 Ok(None) => return false,
-                Ok(Some(frame)) => self.handle(frame).is_ok(),
-                Err(_) => false,
+                Ok(Some(frame)) => frame,
+                Err(_) => {
+                    self.drop_link();
+                    return false;
+                }
             };
-            if !handled {
-                self.drop_link();
+            match (self.handle(&frame), self.link.as_deref_mut()) {
+                (Ok(()), Some(link)) => link.decoder().recycle(frame),
+                (Ok(()), None) => {}
+                (Err(_), _) => self.drop_link(),
             }
         }
         true
@@ -487,7 +492,9 @@ impl Agent {
         let Some(link) = self.link.as_deref_mut() else {
             return;
         };
-        let over = match link.flush() {
+        let mut bodies = self.streams.values().map(|stream| &stream.body);
+        let more = bodies.any(|body| matches!(body, Body::Read(_) | Body::Helper(_)));
+        let over = match link.flush(more) {
             Ok(()) => link.closing && link.waiting_bytes() == 0,
             Err(_) => true,
         };

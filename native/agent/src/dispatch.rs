@@ -34,7 +34,7 @@ pub struct Violation;
 const FEATURES: &[&str] = &["watch", "archive", "connect", "sessions", "tty"];
 
 impl Agent {
-    pub fn handle(&mut self, frame: Frame) -> Result<(), Violation> {
+    pub fn handle(&mut self, frame: &Frame) -> Result<(), Violation> {
         let greeted = self.link.as_ref().is_some_and(|link| link.greeted);
         match frame.kind {
             FrameType::Hello if !greeted && frame.stream == 0 => self.hello(&frame.body),

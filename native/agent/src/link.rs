@@ -125,8 +125,9 @@ impl Link {
         self.waiting_bytes() > OUT_STALLED_BYTES
     }
 
-    /// Writes what the socket takes, and waits for what is to come next.
-    pub fn flush(&mut self) -> io::Result<()> {
+    /// Writes what the socket takes, and waits for what is to come next. `more`: a file is being sent, whose next piece wants
+    /// the memory of this one.
+    pub fn flush(&mut self, more: bool) -> io::Result<()> {
         while self.sent < self.out.len() {
             match self.source.write(&self.out[self.sent..])? {
                 Some(count) => self.sent += count,
@@ -136,7 +137,7 @@ impl Link {
         if self.sent == self.out.len() {
             self.sent = 0;
             self.out.clear();
-            if self.out.capacity() > 8192 {
+            if self.out.capacity() > 8192 && !more {
                 self.out = Vec::new();
             }
         } else if self.sent > OUT_HIGH_BYTES {

@@ -152,6 +152,8 @@ pub struct Decoder {
     buffer: Vec<u8>,
     start: usize,
     large: Option<Large>,
+    /// The body of a large frame that has been dealt with, for the next one.
+    spare: Vec<u8>,
 }
 
 /// A large DATA frame that has begun: its body is put together in place.
@@ -234,6 +236,14 @@ impl Decoder {
         Ok(Some(frame))
     }
 
+    /// Takes back a frame that has been dealt with. Large bodies mostly come one after the other, and memory for each anew
+    /// costs more than to copy what is in it; any other frame ends that.
+    pub fn recycle(&mut self, frame: Frame) {
+        let large = frame.kind == FrameType::Data && frame.body.len() >= LARGE_BYTES;
+        self.spare = if large { frame.body } else { Vec::new() };
+        self.release();
+    }
+
     pub fn pending_bytes(&self) -> usize {
         self.buffer.len() - self.start + self.large.as_ref().map_or(0, |large| large.have)
     }
@@ -242,9 +252,9 @@ impl Decoder {
         let bytes = &self.buffer[self.start..];
         let (stream, begun) = (u32_at(bytes, 5), &bytes[HEADER_BYTES..]);
         let have = begun.len();
-        let mut body = Vec::with_capacity(size);
-        body.extend_from_slice(begun);
+        let mut body = std::mem::take(&mut self.spare);
         body.resize(size, 0);
+        body[..have].copy_from_slice(begun);
         self.large = Some(Large { stream, body, have });
         self.start = self.buffer.len();
         self.release();
@@ -255,7 +265,8 @@ impl Decoder {
         if self.start == self.buffer.len() {
             self.start = 0;
             self.buffer.clear();
-            if self.buffer.capacity() > 4096 {
+            let more = self.large.is_some() || self.spare.capacity() > 0;
+            if self.buffer.capacity() > 4096 && !more {
                 self.buffer = Vec::new();
             }
         }

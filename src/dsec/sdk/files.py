@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, Final, Self
 
@@ -22,6 +22,7 @@ from dsec.core.errors import (
 from dsec.core.spec import check_path
 from dsec.sdk.requests import as_bytes
 from dsec.sdk.transport import Messages, Query, Transport, decode_reply
+from dsec.sdk.whole import Whole
 from dsec.wire import api
 from dsec.wire.records import FileInfo, FilePage, WatchNotice, WriteAnswer
 
@@ -99,17 +100,15 @@ class AsyncFiles:
         user: str | None = None,
     ) -> bytes:
         """The file's content, or `length` bytes of it from `offset`. Raises LimitError above `max_bytes`."""
-        parts: list[bytes] = []
-        size = 0
-        async with aclosing(self.stream(path, offset=offset, length=length, user=user)) as pieces:
+        whole = Whole(max_bytes)
+        end = _end_of(offset, length)
+        async with aclosing(self._content(path, offset, end, user, None, whole.expect)) as pieces:
             async for piece in pieces:
-                size += len(piece)
-                if size > max_bytes:
+                if not whole.add(piece):
                     raise LimitError(
                         f"{_shown(path)} has more than {max_bytes} bytes", hint="pass max_bytes=, or use download()"
                     )
-                parts.append(piece)
-        return b"".join(parts)
+        return whole.take()
 
     async def stream(
         self, path: RemotePath, *, offset: int = 0, length: int | None = None, user: str | None = None
@@ -118,17 +117,21 @@ class AsyncFiles:
 
         Raises ConflictError when the file has been changed in between.
         """
-        if offset < 0 or (length is not None and length < 0):
-            raise LimitError("offset and length must not be negative")
-        end = None if length is None else offset + length
-        async with aclosing(self._content(path, offset, end, user, None)) as pieces:
+        async with aclosing(self._content(path, offset, _end_of(offset, length), user, None)) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def _content(
-        self, path: RemotePath, at: int, end: int | None, user: str | None, first: FileInfo | None
+        self,
+        path: RemotePath,
+        at: int,
+        end: int | None,
+        user: str | None,
+        first: FileInfo | None,
+        expect: Callable[[int], None] | None = None,
     ) -> AsyncGenerator[bytes, None]:
-        """The bytes from `at` on. `first`: what the file was when the bytes before were read."""
+        """The bytes from `at` on. `first`: what the file was when the bytes before were read. `expect` is told how many
+        there seem to be left."""
         failures = 0
         while end is None or at < end:
             try:
@@ -142,6 +145,8 @@ class AsyncFiles:
                     if first is not None and _changed(first, info):
                         raise _was_changed(path)
                     first = info
+                    if expect is not None and info is not None:
+                        expect((info.size if end is None else min(info.size, end)) - at)
                     async for piece in response.pieces():
                         at += len(piece)
                         failures = 0
@@ -330,6 +335,12 @@ def _cursor(name: bytes) -> str:
     import base64
 
     return base64.urlsafe_b64encode(name).decode()
+
+
+def _end_of(offset: int, length: int | None) -> int | None:
+    if offset < 0 or (length is not None and length < 0):
+        raise LimitError("offset and length must not be negative")
+    return None if length is None else offset + length
 
 
 def _shown(path: RemotePath) -> str:
