@@ -27,7 +27,7 @@ from dsec.sdk.calls import CallResult, make_call
 from dsec.sdk.client import AsyncClient
 from dsec.testing.processes import command_line
 from dsec.testing.waiting import eventually
-from dsec.wire.calls import CallCase, CallPool, CallStatus, Checker
+from dsec.wire.calls import CallCase, CallPool, CallStatus, Checker, PhaseLimits
 from dsec.wire.environments import DirectorySource
 from tests.system.container_images import make_root
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
@@ -44,7 +44,12 @@ async def place(small_store: Path) -> AsyncIterator[tuple[Place, AsyncClient]]:
     """One container for each task type, so that each call follows another in the same place."""
     with private_place(small_store) as place:
         own = {"source": "main.sh", "compile": ["sh", "main.sh", "compile"], "run": ["./main"]}
-        place.settings["calls"] = {"places_max": 2, "place_memory_bytes": "256MiB", "types": {"own": own}}
+        place.settings["calls"] = {
+            "places_max": 2,
+            "place_memory_bytes": "256MiB",
+            "types": {"own": own},
+            "pools": {"each": {"places_max": 1}},
+        }
         async with served(place) as (_, client):
             yield place, client
 
@@ -364,13 +369,21 @@ sys.exit(0 if sorted(b.split()) == sorted(c.split()) else 1)
     cases = [("1 2 3", "1 2 3"), ("1 2", "1 3"), ("4 5", "5 4")]
 
     result = await python(client, code, cases=cases, checker=checker, stop_early=False)
-    broken = await python(client, code, cases=cases, checker=Checker(code="raise SystemExit(5)"))
+    exits = await python(client, code, cases=cases, checker=Checker(code="raise SystemExit(5)"))
+    raises = await python(client, code, cases=cases, checker=Checker(code="import os\n1/0"))
+    slow = Checker(code="while True: pass", limits=PhaseLimits(wall_s=0.2))
+    endless = await python(client, code, cases=cases, checker=slow)
+    absent = await python(client, code, cases=cases, checker=Checker(code="", type="ruby"))
 
     right, wrong = CallStatus.FINISHED, CallStatus.WRONG_ANSWER
     assert [case.status for case in result.cases] == [right, wrong, right], result.cases
     assert result.cases[0].checker is not None
     assert result.cases[0].checker.stdout == b"seen 1 2 3 3 2 1\n 1 2 3\n"
-    assert broken.status is CallStatus.PLATFORM_FAILURE
+    for broken in (exits, raises, endless, absent):
+        assert (broken.status, len(broken.cases)) == (CallStatus.CHECKER_ERROR, 1), broken
+    assert raises.cases[0].checker is not None
+    assert b"ZeroDivisionError" in raises.cases[0].checker.stderr
+    assert absent.worker == result.worker, "a checker that is not there costs no place"
 
 
 async def test_code_that_leaves_its_judge_no_room_has_not_passed_and_runs_once(client: AsyncClient) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from dsec.backends.fncall import calls as service
 from dsec.backends.fncall import pool as pools
-from dsec.backends.fncall.calls import Calls, CallsConfig
+from dsec.backends.fncall.calls import Calls
+from dsec.backends.fncall.config import CallsConfig
 from dsec.backends.fncall.worker import Worker
 from dsec.core import limits
 from dsec.core.errors import CapacityError
@@ -50,14 +51,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeWorker]:
 
 
 def service_of(places_max: int) -> Calls:
-    async def launch(_: Environment) -> object:
+    async def launch(*_: object) -> object:
         raise AssertionError
 
     return Calls(CallsConfig(places_max=places_max), launch, lambda: Path("/dev/null"))  # type: ignore[arg-type]
 
 
 def pool_of(calls: Calls, environment: str, project: str = "/p") -> pools.Pool:
-    return calls._pool(Environment(environment), "sh", calls.types.get("sh"), project)
+    calls._refuse_too_many(project)
+    return calls._find_pool(Environment(environment), "sh")
 
 
 async def test_a_pool_that_always_has_work_does_not_keep_all_places_from_another(

@@ -7,10 +7,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use dsec_sys::identity::{clear_groups, set_group_ids, set_user_ids};
+use dsec_sys::identity::set_user_ids;
 use dsec_sys::ipc::{remove_object, Object};
 use dsec_sys::paths::open_at;
-use dsec_sys::process::{fork_helper, kill, reap_one, Reaped};
+use dsec_sys::process::{kill, reap_one, Reaped};
 use dsec_sys::rooted::{c_path, open_in_root, rmdir_at, unlink_at, DIRECTORY};
 use dsec_sys::signals::KILL;
 
@@ -18,8 +18,9 @@ use dsec_sys::signals::KILL;
 const END_MAX: Duration = Duration::from_secs(5);
 const DEPTH_MAX: usize = 512;
 
-/// Who ends processes of others: nobody else is this user, so that they cannot stop or kill who comes for them.
-const HELPER: u32 = 60_000;
+/// Who ends processes of others: nobody else is this user.
+const ENDER: u32 = 60_000;
+const ROOT: u32 = 0;
 
 /// Kills every process of the user, and gives what of them was ours to reap. True when none is left.
 ///
@@ -32,7 +33,6 @@ pub fn end_processes(
 ) -> io::Result<bool> {
     as_user(uid, || {
         let _ = kill(-1, KILL);
-        0
     })?;
     let until = Instant::now() + END_MAX;
     let mut pause = Duration::from_micros(100);
@@ -80,7 +80,6 @@ pub fn remove_ipc(uid: u32) -> io::Result<()> {
         for (object, id) in found {
             let _ = remove_object(object, id);
         }
-        0
     })
 }
 
@@ -122,21 +121,12 @@ pub fn entries(directory: &OwnedFd) -> io::Result<Vec<Vec<u8>>> {
         .collect()
 }
 
-fn as_user(uid: u32, work: impl FnOnce() -> i32) -> io::Result<()> {
-    let helper = fork_helper(&[], || {
-        // May signal and remove what is the user's by the effective id, and be signalled by the others: kill(2).
-        let changed = clear_groups()
-            .and_then(|()| set_group_ids(Some(HELPER), Some(HELPER), Some(HELPER)))
-            .and_then(|()| set_user_ids(Some(HELPER), Some(uid), Some(HELPER)));
-        match changed {
-            Ok(()) => work(),
-            Err(_) => 125,
-        }
-    })?;
-    match dsec_sys::namespaces::reap_one(helper)? {
-        0 => Ok(()),
-        status => Err(io::Error::other(format!("a helper ended with {status}"))),
-    }
+/// By the effective id alone, which says whom we may signal and what we may remove. Who signals us is held against the real
+/// and the saved id: no user's can, and through the saved one we are root again (kill(2), setresuid(2)).
+fn as_user(uid: u32, work: impl FnOnce()) -> io::Result<()> {
+    set_user_ids(Some(ENDER), Some(uid), Some(ROOT))?;
+    work();
+    set_user_ids(Some(ROOT), Some(ROOT), Some(ROOT))
 }
 
 fn has_processes(uid: u32, known: Option<i32>) -> bool {

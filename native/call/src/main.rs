@@ -11,14 +11,17 @@ mod places;
 mod program;
 mod wire;
 
-use std::io;
+use std::fs::File;
+use std::io::{self, BufReader, BufWriter, Write};
+use std::os::fd::AsFd;
 use std::process::ExitCode;
 
 use interpreter::Interpreter;
 use places::Places;
-use wire::{Answer, Order, Ready};
+use wire::{Answer, Order, Ready, Why};
 
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
+const BUFFER_BYTES: usize = 64 << 10;
 
 fn main() -> ExitCode {
     match serve() {
@@ -36,13 +39,16 @@ fn serve() -> io::Result<()> {
     dsec_sys::process::become_subreaper()?;
     let mut places = Places::open()?;
     let mut interpreter = None;
-    let mut orders = io::stdin().lock();
-    let mut answers = io::stdout().lock();
+    let orders = File::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let mut orders = BufReader::with_capacity(BUFFER_BYTES, orders);
+    let answers = File::from(io::stdout().as_fd().try_clone_to_owned()?);
+    let mut answers = BufWriter::with_capacity(BUFFER_BYTES, answers);
     let ready = || Answer {
         ready: Some(Ready { version: VERSION }),
         ..Answer::default()
     };
     wire::send(&mut answers, &ready())?;
+    answers.flush()?;
     while let Some(order) = wire::receive::<Order>(&mut orders)? {
         let answer = match order {
             Order {
@@ -61,6 +67,11 @@ fn serve() -> io::Result<()> {
             Order { run: Some(run), .. } => {
                 let ran = program::run(&places, interpreter.as_mut(), &run);
                 ran.inspect_err(|error| places.spoil(error))
+                    .inspect(|ran| {
+                        if ran.why == Why::Lost {
+                            places.spoil(&io::Error::other("the interpreter is lost"));
+                        }
+                    })
                     .map(|ran| Answer {
                         ran: Some(ran),
                         ..Answer::default()
@@ -73,6 +84,11 @@ fn serve() -> io::Result<()> {
                 finished: Some(places.finish(&finish)),
                 ..Answer::default()
             }),
+            Order { check: true, .. } => interpreter
+                .as_mut()
+                .map_or(Ok(()), Interpreter::check)
+                .and_then(|()| places.check())
+                .map(|()| ready()),
             _ => Err(io::Error::other("an order that says nothing")),
         };
         let answer = answer.unwrap_or_else(|error| Answer {
@@ -80,6 +96,10 @@ fn serve() -> io::Result<()> {
             ..Answer::default()
         });
         wire::send(&mut answers, &answer)?;
+        // What came of the code is told before it is cleaned up; what was made for it, with that.
+        if answer.ran.is_some() || orders.buffer().is_empty() {
+            answers.flush()?;
+        }
     }
     Ok(())
 }

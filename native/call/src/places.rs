@@ -127,6 +127,17 @@ impl Places {
         }
     }
 
+    /// Between calls: nothing is here that does not belong.
+    pub fn check(&mut self) -> io::Result<()> {
+        if self.dirty.is_none() {
+            self.dirty = self.baseline.restore(&[]).err();
+        }
+        match &self.dirty {
+            None => Ok(()),
+            Some(what) => Err(io::Error::other(what.clone())),
+        }
+    }
+
     fn collect(&self, finish: &Finish) -> (Vec<NewFile>, Vec<Text>) {
         let (mut files, mut missing) = (Vec::new(), Vec::new());
         let mut room = finish.bytes_max;

@@ -60,9 +60,9 @@ pub fn run(places: &Places, interpreter: Option<&mut Interpreter>, run: &Run) ->
     drop((out.write, err.write, stdin));
     let mut leader = match started {
         Ok(leader) => leader,
-        // The interpreter that was up is lost: nothing that the code or the environment could help.
-        Err(error) if run.warm => return Err(error),
-        Err(error) => return Ok(not_started(&error)),
+        // Nothing that the code or the environment could help.
+        Err(error) if run.warm => return Ok(not_started(Why::Lost, &error)),
+        Err(error) => return Ok(not_started(Why::Start, &error)),
     };
     let mut output = [
         Output::new(out.read, run.output_bytes),
@@ -97,9 +97,9 @@ pub fn run(places: &Places, interpreter: Option<&mut Interpreter>, run: &Run) ->
     })
 }
 
-fn not_started(error: &io::Error) -> Ran {
+fn not_started(why: Why, error: &io::Error) -> Ran {
     Ran {
-        why: Why::Start,
+        why,
         code: None,
         signal: None,
         out: Vec::new(),
@@ -171,16 +171,16 @@ fn fork<'a>(
         .into_iter()
         .map(|word| Text::from(word.into_bytes()))
         .collect();
+    let pid = interpreter.ready()?;
     let what = format!(
-        r#"{{"uid":{},"directory":{},"argv":{},"env":{},"limits":[{}]}}"#,
+        r#"{{"pid":{pid},"uid":{},"directory":{},"argv":{},"env":{},"limits":[{}]}}"#,
         place.uid,
         json_string(place.directory.as_os_str().as_encoded_bytes()),
         texts(&run.argv),
         texts(&environment),
         limits.join(","),
     );
-    let pid = interpreter.fork(&what, standard)?;
-    goes_first(pid);
+    interpreter.run(&what, standard)?;
     Ok(Leader::Forked { of: interpreter })
 }
 
@@ -370,11 +370,6 @@ fn json_string(bytes: &[u8]) -> String {
     }
     text.push('"');
     text
-}
-
-/// The text in a plain JSON string without escapes, as the interpreter sends them.
-pub fn json_text(json: &[u8]) -> String {
-    String::from_utf8_lossy(json).trim_matches('"').to_owned()
 }
 
 #[cfg(test)]

@@ -22,6 +22,9 @@ pub struct Order {
     pub run: Option<Run>,
     #[serde(default)]
     pub finish: Option<Finish>,
+    /// Between calls: is all well?
+    #[serde(default)]
+    pub check: bool,
 }
 
 /// Have an interpreter up, of which calls are forked.
@@ -96,7 +99,7 @@ pub struct Answer {
     pub refused: Option<String>,
 }
 
-/// The first answer, and that to `warm`.
+/// The first answer, and that to `warm` and to `check`.
 #[derive(Debug, Serialize)]
 pub struct Ready {
     pub version: u32,
@@ -118,6 +121,8 @@ pub enum Why {
     Output,
     /// It could not be started; `detail` says why.
     Start,
+    /// It was not begun with: the interpreter that was up is lost.
+    Lost,
 }
 
 #[derive(Debug, Serialize)]
@@ -166,12 +171,12 @@ pub fn receive<T: DeserializeOwned>(from: &mut impl Read) -> io::Result<Option<T
     decode(&body).map(Some).map_err(io::Error::other)
 }
 
+/// Who writes it flushes it.
 pub fn send(to: &mut impl Write, message: &impl Serialize) -> io::Result<()> {
     let body = encode(message).map_err(io::Error::other)?;
     if body.len() > MESSAGE_BYTES_MAX {
         return Err(io::Error::other("an answer is too long"));
     }
     to.write_all(&(body.len() as u32).to_le_bytes())?;
-    to.write_all(&body)?;
-    to.flush()
+    to.write_all(&body)
 }

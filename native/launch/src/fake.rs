@@ -18,7 +18,9 @@ use serde_bytes::ByteBuf;
 use crate::steps::Job;
 use crate::system::{Access, Entry, MountOption, System};
 use crate::view::{Shown, Source};
-use crate::wire::{BindKind, BindMount, EtcFile, LaunchPlan, ResourceView, ViewKind, VolumeBind};
+use crate::wire::{
+    BindKind, BindMount, DevicePlan, EtcFile, LaunchPlan, ResourceView, ViewKind, VolumeBind,
+};
 
 /// A plan in which every step has something to do.
 pub fn plan() -> LaunchPlan {
@@ -87,6 +89,7 @@ pub fn plan() -> LaunchPlan {
                 device: None,
                 readonly: true,
                 inode: 7,
+                file: false,
             },
             VolumeBind {
                 path: "/work".into(),
@@ -94,8 +97,15 @@ pub fn plan() -> LaunchPlan {
                 device: Some("/dev/loop7".into()),
                 readonly: false,
                 inode: 0,
+                file: false,
             },
         ],
+        devices: vec![DevicePlan {
+            path: "/dev/cards/first".into(),
+            major: 195,
+            minor: 0,
+            readonly: false,
+        }],
     }
 }
 

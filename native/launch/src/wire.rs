@@ -201,6 +201,20 @@ pub struct VolumeBind {
     /// What `source` must be; 0: whatever it is.
     #[serde(default)]
     pub inode: u64,
+    /// Both are files.
+    #[serde(default)]
+    pub file: bool,
+}
+
+/// A character device below `/dev` of the sandbox.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DevicePlan {
+    pub path: String,
+    pub major: u32,
+    pub minor: u32,
+    #[serde(default)]
+    pub readonly: bool,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -264,6 +278,8 @@ pub struct LaunchPlan {
     pub view: Option<ResourceView>,
     #[serde(default)]
     pub volumes: Vec<VolumeBind>,
+    #[serde(default)]
+    pub devices: Vec<DevicePlan>,
 }
 
 #[derive(Deserialize)]

@@ -38,6 +38,7 @@ class Capabilities:
     disk_limit: str | None = None  # mechanism: "project", "image", "tmpfs"; None: not enforced
     disk_limit_reason: str = ""  # why it is none, or no cheaper one
     volumes: bool = False  # directories of the node can be mounted into instances
+    devices: bool = False  # devices of the host can be given to instances
     resource_view: str = "host"  # live | static | host (ruling 16)
     resource_view_reason: str = ""  # why it is no better
 
@@ -71,6 +72,17 @@ class VolumeSource:
     image: str | None = None  # file with an ext4
     inode: int = 0  # of the directory, so that another one is not taken for it
     readonly: bool = False
+    file: bool = False  # the source is a file, and so is what it covers
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNode:
+    """A character device of the host that is to be in the instance, for everybody there."""
+
+    path: str  # in the instance, below /dev
+    major: int
+    minor: int
+    readonly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +99,9 @@ class InstanceSpec:
     spare: bool = False  # for nobody yet: it runs nothing before it is claimed
     volumes: tuple[VolumeSource, ...] = ()
     upper_in_memory: bool = False  # what it writes is in memory whatever its disk would be, and goes with it
+    background: bool = False  # runs when no other instance of the node wants the processor
+    cpus: str | None = None  # such as "0-3,8": on these processors alone
+    devices: tuple[DeviceNode, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

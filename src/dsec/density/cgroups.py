@@ -17,6 +17,8 @@ from dsec.core.errors import HostError, UnsupportedError
 LIMIT_CONTROLLERS = ("memory", "cpu", "pids")
 _CPU_PERIOD_US = 100_000
 _READ_BYTES_MAX = 64 * 1024
+_CPUSET = "cpuset"
+_IDLE = "cpu.idle"
 _V1_CPU_TIME = "cpuacct"  # looked at where no cgroup2 counts it
 _OURS = "trusted.dsec.made"  # an attribute of directories that the operator has not made
 _V1_SWAP = "memory.memsw.limit_in_bytes"  # memory and swap together; not below memory alone, and so written after it
@@ -33,6 +35,10 @@ class CgroupHost:
     swap: bool = True  # this kernel can swap: only then v2 has files about it
     v1_sockets: bool = False  # v1 can bound the memory of sockets; v2 counts it as any other
     v1_swap: bool = False  # v1 counts swap
+    cpuset: Path | None = None  # hierarchy that says on which processors; only those who ask for some are in it
+    cpuset_v2: bool = False  # that hierarchy is cgroup2
+    cpuset_memories: str = "0"  # all memory nodes of the machine, which v1 wants to be told
+    cpu_idle: bool = False  # this kernel knows cgroups that run when nobody else wants to (5.15 on)
 
     @property
     def mode(self) -> str:
@@ -61,11 +67,15 @@ def detect(mountinfo: Path = Path("/proc/self/mountinfo")) -> CgroupHost:
             v2 = mount
         elif tail[0] == "cgroup":
             for option in tail[2].split(","):
-                if option in (*LIMIT_CONTROLLERS, _V1_CPU_TIME):
+                if option in (*LIMIT_CONTROLLERS, _V1_CPU_TIME, _CPUSET):
                     v1.setdefault(option, mount)
     controllers: frozenset[str] = frozenset()
+    cpuset = v1.pop(_CPUSET, None)
+    cpuset_v2 = False
     if v2 is not None:
-        controllers = frozenset((v2 / "cgroup.controllers").read_text().split()) & frozenset(LIMIT_CONTROLLERS)
+        offered = frozenset((v2 / "cgroup.controllers").read_text().split())
+        controllers = offered & frozenset(LIMIT_CONTROLLERS)
+        cpuset_v2 = _CPUSET in offered
     if v2 is not None or v1.get(_V1_CPU_TIME) == v1.get("cpu"):
         v1.pop(_V1_CPU_TIME, None)  # mounted with the limit of the processor it is in one directory with that
     memory = v1.get("memory")
@@ -76,7 +86,19 @@ def detect(mountinfo: Path = Path("/proc/self/mountinfo")) -> CgroupHost:
         swap=Path("/proc/swaps").exists(),
         v1_sockets=memory is not None and (memory / _V1_SOCKETS).exists(),
         v1_swap=memory is not None and (memory / _V1_SWAP).exists(),
+        cpuset=v2 if cpuset_v2 else cpuset,
+        cpuset_v2=cpuset_v2,
+        cpuset_memories=_read(cpuset / "cpuset.mems").strip() or "0" if cpuset is not None else "0",
+        cpu_idle=_knows_idle(v2 if "cpu" in controllers else v1.get("cpu")),
     )
+
+
+def _knows_idle(hierarchy: Path | None) -> bool:
+    """The root of a hierarchy need not have the file: any cgroup below has."""
+    if hierarchy is None or not hierarchy.is_dir():
+        return False
+    below = next((entry for entry in hierarchy.iterdir() if (entry / "cpu.stat").exists()), hierarchy)
+    return (hierarchy / _IDLE).exists() or (below / _IDLE).exists()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +111,22 @@ class CgroupPlan:
     cgroup1_files: dict[str, dict[str, str]]
 
 
-def plan_cgroups(host: CgroupHost, parent: str, name: str, *, cpu: float, memory_bytes: int, pids: int) -> CgroupPlan:
-    """Pure. `parent` is the path of the node's directory below each hierarchy's root."""
+def plan_cgroups(
+    host: CgroupHost,
+    parent: str,
+    name: str,
+    *,
+    cpu: float,
+    memory_bytes: int,
+    pids: int,
+    background: bool = False,
+    cpus: str | None = None,
+) -> CgroupPlan:
+    """Pure. `parent` is the path of the node's directory below each hierarchy's root. `background`: it runs when no
+    other sandbox of the node wants the processor; `cpus`: on these processors alone.
+
+    Raises UnsupportedError for processors on a host that cannot keep to them.
+    """
     quota = max(1_000, round(cpu * _CPU_PERIOD_US))  # the kernel refuses less than 1 ms
     files2: dict[str, str] = {}
     files1: dict[str, dict[str, str]] = {}
@@ -104,9 +140,9 @@ def plan_cgroups(host: CgroupHost, parent: str, name: str, *, cpu: float, memory
             {"memory.limit_in_bytes": str(memory_bytes), **swap1, **sockets1},
         ),
         "cpu": (
-            {"cpu.max": f"{quota} {_CPU_PERIOD_US}"},
+            {"cpu.max": f"{quota} {_CPU_PERIOD_US}", **_class_files(host, background, "cpu.weight", "1")},
             # Not the period, which is this one from the start: each write looks at every cgroup of the machine.
-            {"cpu.cfs_quota_us": str(quota)},
+            {"cpu.cfs_quota_us": str(quota), **_class_files(host, background, "cpu.shares", "2")},
         ),
         "pids": ({"pids.max": str(pids)}, {"pids.max": str(pids)}),
     }
@@ -118,12 +154,31 @@ def plan_cgroups(host: CgroupHost, parent: str, name: str, *, cpu: float, memory
             files1[controller] = v1_files
     if _V1_CPU_TIME in host.v1:
         files1[_V1_CPU_TIME] = {}
+    directories1 = {controller: str(host.v1[controller] / parent / name) for controller in files1}
+    if cpus is not None:
+        if host.cpuset is None:
+            raise UnsupportedError(
+                "this host cannot keep a sandbox to some processors", hint="it has no cpuset cgroups"
+            )
+        if host.cpuset_v2:
+            files2["cpuset.cpus"] = cpus
+        else:
+            # Of a new directory both are empty, and nothing can be in it until they are not.
+            files1[_CPUSET] = {"cpuset.cpus": cpus, "cpuset.mems": host.cpuset_memories}
+            directories1[_CPUSET] = str(host.cpuset / parent / name)
     return CgroupPlan(
         cgroup2=str(host.v2 / parent / name) if host.v2 else None,
         cgroup2_files=files2,
-        cgroup1={controller: str(host.v1[controller] / parent / name) for controller in files1},
+        cgroup1=directories1,
         cgroup1_files=files1,
     )
+
+
+def _class_files(host: CgroupHost, background: bool, weight: str, least: str) -> dict[str, str]:
+    """Idle is more than a small weight: one that is woken takes the processor from it at once."""
+    if not background:
+        return {}
+    return {_IDLE: "1"} if host.cpu_idle else {weight: least}
 
 
 def memory_for_all(total_bytes: int, kept_for_host_bytes: int) -> int:
@@ -162,6 +217,25 @@ def _prepare(host: CgroupHost, parent: str, pids_max: int, memory_max: int | Non
         if error.errno == errno.EBUSY:
             hint = "processes are in a cgroup above it, which then hands nothing down; move them to one beside it"
         raise HostError(f"cannot make the cgroup {parent!r}: {error}", hint=hint) from error
+
+
+def prepare_cpuset(host: CgroupHost, parent: str) -> None:
+    """As `prepare_parent`, for sandboxes that are kept to some processors: the node's directory has all of them."""
+    if host.cpuset is None:
+        return
+    try:
+        if host.cpuset_v2:
+            _prepare_v2(host.cpuset, parent, frozenset({_CPUSET}), 0, None)
+            return
+        directory = host.cpuset
+        for part in Path(parent).parts:
+            above, directory = directory, directory / part
+            _make(directory)
+            for name in ("cpuset.cpus", "cpuset.mems"):
+                if not (directory / name).read_text().strip():
+                    (directory / name).write_text((above / name).read_text())
+    except OSError as error:
+        raise HostError(f"cannot make the cgroup {parent!r} of processors: {error}") from error
 
 
 def _make(directory: Path) -> None:
@@ -232,7 +306,7 @@ def set_memory_limit(v2: str | None, v1: str | None, memory_bytes: int) -> None:
 
 def remove_parent(host: CgroupHost, parent: str) -> None:
     """Remove the node's directories where they are empty, and those above which a node has made and none uses."""
-    for mount in {*([host.v2] if host.v2 else []), *host.v1.values()}:
+    for mount in {*([host.v2] if host.v2 else []), *([host.cpuset] if host.cpuset else []), *host.v1.values()}:
         with contextlib.suppress(OSError):
             (mount / parent).rmdir()
             for above in Path(parent).parents[:-1]:

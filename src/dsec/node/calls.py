@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from dsec.agent.client import AgentClient
 from dsec.backends.base import Backend, InstanceSpec
-from dsec.backends.fncall.calls import CallsConfig
+from dsec.backends.fncall.config import PoolConfig, Qos
 from dsec.backends.fncall.worker import Launched
 from dsec.core import limits
 from dsec.core.errors import UnsupportedError
 from dsec.core.ids import new_sandbox_id
 from dsec.core.spec import Environment, SandboxSpec, Substrate
 from dsec.node.admission import Room, refusal
+from dsec.node.devices import Devices
 from dsec.node.environments import Environments
 from dsec.node.removal import Removal
 from dsec.node.rows import SpareRow
@@ -33,28 +35,38 @@ class CallPlaces:
         environments: Environments,
         room: Callable[[], Room],
         boot_id: str,
-        config: CallsConfig,
+        devices: Devices,
     ) -> None:
         self._services = services
         self._backends = backends
         self._environments = environments
         self._room = room
         self._boot_id = boot_id
-        self._config = config
+        self._devices = devices
         self._tasks = Tasks("places for calls")
         self._removal = Removal(services, self._tasks, backends)
 
-    async def launch(self, environment: Environment) -> Launched:
+    async def launch(self, environment: Environment, config: PoolConfig) -> Launched:
         """Raises EnvironmentNotFoundError, CapacityError, LaunchError; nothing is left then."""
-        config, journal = self._config, self._services.journal
+        journal = self._services.journal
         spec = SandboxSpec(
-            environment=environment, cpu=config.place_cpu, memory_bytes=config.place_memory_bytes, pids_max=_PIDS
+            environment=environment,
+            cpu=config.place_cpu,
+            memory_bytes=config.place_memory_bytes,
+            pids_max=_PIDS,
         )
         refused = refusal(spec, self._room())
         if refused is not None:
             raise refused
         backend = self._backends(Substrate.CONTAINER)
-        resolved = await self._environments.acquire(environment)
+        taken = self._take_devices(backend, config)
+        try:
+            devices = await asyncio.to_thread(self._devices.find, taken)
+            resolved = await self._environments.acquire(environment)
+        except BaseException:
+            self._devices.give_back(taken, config.device_mode)
+            raise
+        env = {**dict(devices.env), **resolved.env}
         id = new_sandbox_id(journal.node_id)
         row: SpareRow | None = None
 
@@ -74,32 +86,51 @@ class CallPlaces:
                 node=journal.node_id,
                 spec=spec,
                 layers=resolved.layers,
-                env=resolved.env,
+                env=env,
                 user=None,
                 workdir=None,
                 upper_in_memory=True,
+                background=config.qos is Qos.BACKGROUND,
+                cpus=config.cpus,
+                devices=devices.nodes,
+                volumes=devices.mounts,
             )
             instance = await backend.create(made, intend=intend, deadline_s=_LAUNCH_S)
             client = await AgentClient.connect(instance.connect, sandbox=id)
         except BaseException:
             if client is not None:
                 client.close()
-            resolved.hold.release()
-            if row is not None:
-                self._tasks.spawn(self._removal.discard(row), finishes=True)
+            self._tasks.spawn(self._undo(row, resolved.hold.release, taken, config), finishes=True)
             raise
 
         async def end() -> None:
             await self._removal.until_done(instance.destroy, id)
             resolved.hold.release()
+            self._devices.give_back(taken, config.device_mode)
 
         return Launched(
             instance=instance,
             client=client,
             memory_bytes=spec.memory_bytes,
-            env=resolved.env,
+            env=env,
             remove=lambda: self._tasks.spawn(end(), finishes=True),
         )
+
+    def _take_devices(self, backend: Backend, config: PoolConfig) -> tuple[str, ...]:
+        if not config.devices:
+            return ()
+        if not backend.capabilities.devices:
+            raise UnsupportedError("this node gives no devices to calls")
+        return self._devices.take(config.devices, config.device_mode)
+
+    async def _undo(
+        self, row: SpareRow | None, release: Callable[[], None], taken: tuple[str, ...], config: PoolConfig
+    ) -> None:
+        """Of a place that did not come to be. Its devices are another's once it is gone for sure."""
+        release()
+        if row is not None:
+            await self._removal.discard(row)
+        self._devices.give_back(taken, config.device_mode)
 
     async def close(self) -> None:
         """After the call service: waits until what it gave up is removed."""

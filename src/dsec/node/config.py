@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dsec.backends.fncall.calls import CallsConfig
+from dsec.backends.fncall.config import CallsConfig
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.spec import Substrate

@@ -33,6 +33,7 @@ from dsec.node.census import Known, Places
 from dsec.node.collecting import Collector
 from dsec.node.config import NodeConfig
 from dsec.node.creation import Creation
+from dsec.node.devices import Devices
 from dsec.node.environments import Environments
 from dsec.node.expiry import expire
 from dsec.node.forking import Forks
@@ -163,9 +164,8 @@ class Node:
         self.warm = WarmPool(self._services, self.backends.__getitem__, self.environments, self.room, boot)
         store = await asyncio.to_thread(SnapshotStore, self.config.snapshots_dir)
         self.snapshots = Snapshots(self._services, self.registry, self.environments, store, self._tidy_environments)
-        self._call_places = CallPlaces(
-            self._services, self._backend, self.environments, self.room, boot, self.config.calls
-        )
+        devices = Devices(self.config.calls.cdi_dirs)
+        self._call_places = CallPlaces(self._services, self._backend, self.environments, self.room, boot, devices)
         self.calls = Calls(self.config.calls, self._call_places.launch, lambda: find_binary("dsec-call"))
         self.creation = Creation(
             self._services,

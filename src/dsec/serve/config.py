@@ -12,7 +12,7 @@ import msgspec
 
 from dsec.api.server import TcpAddress, check_socket_path
 from dsec.backends.container.config import ContainerConfig
-from dsec.backends.fncall.calls import CallsConfig
+from dsec.backends.fncall.config import CallsConfig, DeviceMode, PoolConfig, Qos
 from dsec.backends.fncall.tasks import TaskType, TaskTypes
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
@@ -215,8 +215,44 @@ class RegistriesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         )
 
 
+class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Of the pools that `environment` and `type` fit, the first such table; what is left out is as for all calls."""
+
+    environment: str | None = None  # none: all
+    type: str | None = None  # none: all
+    places_min: int = 0  # containers kept ready; wants `environment` and `type`
+    places_max: int | None = None  # none: as many as there are
+    place_memory_bytes: int | str | None = None
+    place_cpu: float | None = None
+    preload: tuple[str, ...] | None = None
+    age_s_max: float = 3_600.0  # then a container is replaced
+    calls_max: int = 10_000  # then a container is replaced
+    qos: Qos = Qos.NORMAL  # background: runs when nobody else wants the processor
+    cpus: str | None = None  # such as "0-3,8": runs on no other processors
+    devices: tuple[str, ...] = ()  # names of CDI: vendor.com/class=name
+    device_mode: DeviceMode = DeviceMode.SHARED  # exclusive: each container has one of them, which nobody else has
+
+    def config(self, calls: CallsSettings) -> PoolConfig:
+        memory = calls.place_memory_bytes if self.place_memory_bytes is None else self.place_memory_bytes
+        return PoolConfig(
+            environment=self.environment,
+            type=self.type,
+            places_min=self.places_min,
+            places_max=limits.CALL_PLACES_MAX if self.places_max is None else self.places_max,
+            place_memory_bytes=parse_size(memory, "place_memory_bytes"),
+            place_cpu=calls.place_cpu if self.place_cpu is None else self.place_cpu,
+            preload=calls.preload if self.preload is None else self.preload,
+            age_s_max=self.age_s_max,
+            calls_max=self.calls_max,
+            qos=self.qos,
+            cpus=self.cpus,
+            devices=self.devices,
+            device_mode=self.device_mode,
+        )
+
+
 class CallsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`dsec.backends.fncall.calls` says what each is for."""
+    """`dsec.backends.fncall.config` says what each is for."""
 
     places_max: int | None = None  # containers for calls; none: two for each processor; 0: no calls
     place_memory_bytes: int | str = 512 * limits.MIB  # of one container, the files of its call included
@@ -224,6 +260,8 @@ class CallsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     idle_s: float = 300.0  # then a container that nobody used goes
     preload: tuple[str, ...] = ()  # modules that Python has imported before a call comes
     types: dict[str, TaskType] = {}  # more task types, or others in place of those that are shipped
+    pools: dict[str, PoolSettings] = {}  # containers that are to differ, under any names
+    cdi_dirs: tuple[str, ...] = ("/etc/cdi", "/var/run/cdi")  # of descriptions of devices; later ones win
 
     def config(self) -> CallsConfig:
         places = {} if self.places_max is None else {"places_max": self.places_max}
@@ -233,9 +271,14 @@ class CallsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             idle_s=self.idle_s,
             preload=self.preload,
             types=self.types,
+            pools=tuple(pool.config(self) for pool in self.pools.values()),
+            cdi_dirs=tuple(map(Path, self.cdi_dirs)),
             **places,
         )
-        TaskTypes(config.types)
+        types = TaskTypes(config.types)
+        for pool in config.pools:
+            if pool.type is not None:
+                types.get(pool.type)
         return config
 
 

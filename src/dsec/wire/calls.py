@@ -83,6 +83,7 @@ class CallStatus(enum.StrEnum):
     OUTPUT_LIMIT = "output_limit"
     KILLED = "killed"  # by SIGKILL or SIGTERM that came of no limit
     WRONG_ANSWER = "wrong_answer"  # exit 0, and a case's output is not what was expected
+    CHECKER_ERROR = "checker_error"  # the case's checker is broken: it says nothing about the code either
     PLATFORM_FAILURE = "platform_failure"  # ours; it says nothing about the code
 
 
@@ -139,7 +140,7 @@ class CallCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Checker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Code that judges a case's output instead of a comparison: a program of the call's environment, run as another
     user in a directory of its own with the files `input`, `output` and `expected`; it exits 0 for "right" and 1 for
-    "wrong". What it prints comes with the verdict. Any other exit is a platform failure: the judge is broken."""
+    "wrong". What it prints comes with the verdict. All else, such as an exception in Python, is `checker_error`."""
 
     code: str
     type: str = "python"
@@ -205,7 +206,7 @@ class PhaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """`status` is that of the run, or `wrong_answer`, or `platform_failure` when the checker is broken."""
+    """`status` is that of the run, or `wrong_answer`, or `checker_error` when the checker gave no verdict."""
 
     index: int
     status: CallStatus
@@ -223,7 +224,7 @@ class CallAnswer(msgspec.Struct, frozen=True, kw_only=True):
     files: list[CallFile] = []  # of `collect`, as far as they are there
     missing: list[str] = []  # of `collect`: not there, no regular file, or too large
     queued_s: float = 0.0
-    took_s: float = 0.0  # from a place's beginning with it to its end, clean-up included
+    took_s: float = 0.0  # from a place's beginning with it to the answer
     worker: str = ""  # the container, for the operator's logs
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from dsec.core.errors import DsecError, InvalidArgumentError, ProtocolError
+from dsec.core.errors import DsecError, InvalidArgumentError, ProtocolError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -46,6 +46,16 @@ def unpack(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
 
 def to_json(record: Any) -> bytes:
     return _json_encoder.encode(record)
+
+
+def from_yaml(data: bytes, kind: type[T]) -> T:
+    """A file of another program. Raises InvalidArgumentError; UnsupportedError without PyYAML."""
+    try:
+        return msgspec.yaml.decode(data, type=kind)
+    except ImportError as error:
+        raise UnsupportedError("reading YAML needs PyYAML", hint="pip install pyyaml, or give it as JSON") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidArgumentError(f"not a {_name(kind)}: {error}") from error
 
 
 def from_json(data: bytes | str, kind: type[T]) -> T:

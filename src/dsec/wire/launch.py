@@ -159,6 +159,16 @@ class VolumeBind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     device: str | None = None  # of an ext4
     readonly: bool = False
     inode: int = 0  # of the directory, so that another one is not taken for it; 0: whatever it is
+    file: bool = False  # both are files
+
+
+class DevicePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A character device below /dev of the sandbox. Never one of memory, ports or the kernel's log."""
+
+    path: str  # directories on the way are made
+    major: int
+    minor: int
+    readonly: bool = False
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -199,6 +209,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     spare: bool = False  # the agent serves nobody until it is told whom
     view: ResourceView | None = None  # None: the whole machine is shown
     volumes: list[VolumeBind] = []
+    devices: list[DevicePlan] = []
 
 
 class Launched(msgspec.Struct, frozen=True):

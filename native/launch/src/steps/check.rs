@@ -3,6 +3,7 @@
 use std::path::{Component, Path};
 
 use crate::error::{Error, Result};
+use crate::steps::root::is_own_device;
 use crate::wire::{LaunchPlan, LAUNCH_VERSION};
 
 pub const IDS_PER_SANDBOX: u32 = 65_536;
@@ -12,6 +13,10 @@ const BINDS_MAX: usize = 256;
 const PATHS_MAX: usize = 256;
 const ETC_FILES_MAX: usize = 64;
 const VOLUMES_MAX: usize = 64;
+const DEVICES_MAX: usize = 64;
+/// Of major 1: the machine's memory, its ports, what a crashed kernel leaves, the log. Nobody inside may ever have them.
+const MEMORY_MAJOR: u32 = 1;
+const FORBIDDEN_MINORS: [u32; 5] = [1, 2, 4, 6, 11];
 const ETC_BYTES_MAX: usize = 64 * 1024;
 const NAME_BYTES_MAX: usize = 128;
 /// What the launcher itself mounts there cannot be bound over.
@@ -35,6 +40,7 @@ pub fn check(plan: &LaunchPlan) -> Result<()> {
     check_paths(plan)?;
     check_inside(plan)?;
     check_volumes(plan)?;
+    check_devices(plan)?;
     check_limits(plan)
 }
 
@@ -174,6 +180,30 @@ fn check_volumes(plan: &LaunchPlan) -> Result<()> {
     Ok(())
 }
 
+fn check_devices(plan: &LaunchPlan) -> Result<()> {
+    require(plan.devices.len() <= DEVICES_MAX, || {
+        format!("more than {DEVICES_MAX} devices")
+    })?;
+    for (index, device) in plan.devices.iter().enumerate() {
+        check_path(&device.path)?;
+        let below = device.path.strip_prefix("/dev/");
+        require(below.is_some_and(|name| !is_own_device(name)), || {
+            format!("no device can be at {:?}", device.path)
+        })?;
+        let forbidden = device.major == MEMORY_MAJOR && FORBIDDEN_MINORS.contains(&device.minor);
+        require(!forbidden, || {
+            format!("device {}:{} is the host's own", device.major, device.minor)
+        })?;
+        let path = Path::new(&device.path);
+        let nested = plan.devices[..index].iter().any(|other| {
+            let other = Path::new(&other.path);
+            path.starts_with(other) || other.starts_with(path)
+        });
+        require(!nested, || format!("two devices at or below {path:?}"))?;
+    }
+    Ok(())
+}
+
 fn check_limits(plan: &LaunchPlan) -> Result<()> {
     for (name, values) in &plan.rlimits {
         require(dsec_sys::identity::resource(name).is_some(), || {
@@ -241,6 +271,15 @@ mod tests {
             |plan| plan.volumes[1].device = Some("/state/x".into()),
             |plan| plan.volumes[1].path = "/data/in/it".into(),
             |plan| plan.upper_device = Some("/state/x".into()),
+            |plan| plan.devices[0].path = "/x".into(),
+            |plan| plan.devices[0].path = "/dev/../x".into(),
+            |plan| plan.devices[0].path = "/dev/null".into(),
+            |plan| plan.devices[0].path = "/dev/shm/x".into(),
+            |plan| plan.devices[0].path = "/dev/pts".into(),
+            |plan| (plan.devices[0].major, plan.devices[0].minor) = (1, 1),
+            |plan| (plan.devices[0].major, plan.devices[0].minor) = (1, 11),
+            |plan| plan.devices.push(plan.devices[0].clone()),
+            |plan| plan.devices = vec![plan.devices[0].clone(); 65],
             |plan| plan.rlimits = [("nofiles".to_string(), vec![1, 1])].into(),
             |plan| plan.rlimits = [("nofile".to_string(), vec![2, 1])].into(),
             |plan| plan.sysctls = [("../x".to_string(), "1".to_string())].into(),

@@ -206,6 +206,9 @@ pub fn scratch(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result
     device_entries()
         .into_iter()
         .try_for_each(|(name, entry)| put(name, entry))?;
+    asked_devices(plan)?
+        .into_iter()
+        .try_for_each(|(name, entry)| put(&name, entry))?;
     for (index, file) in plan.etc_files.iter().enumerate() {
         put(
             &etc_name(index)?,
@@ -230,6 +233,44 @@ pub fn scratch(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result
         .set_attributes(shared.as_fd(), attr::NO_DEVICES)
         .doing("set attributes of", "/dev/shm")?;
     attach_inside(system, root, &shared, Path::new("/dev/shm"))
+}
+
+/// Those that the plan asks for, with the directories that they are in: no other is to be had inside, where nobody may make one.
+fn asked_devices(plan: &LaunchPlan) -> Result<Vec<(CString, Entry<'static>)>> {
+    let mut directories = BTreeSet::new();
+    for device in &plan.devices {
+        let above = Path::new(&device.path)
+            .ancestors()
+            .skip(1)
+            .filter(|above| above.components().count() > 2);
+        directories.extend(above.map(|above| (above.components().count(), above)));
+    }
+    let mut entries = Vec::new();
+    for (_, directory) in directories {
+        entries.push((relative(directory)?, Entry::Directory { mode: 0o755 }));
+    }
+    for device in &plan.devices {
+        let entry = Entry::Device {
+            mode: if device.readonly { 0o444 } else { 0o666 },
+            major: device.major,
+            minor: device.minor,
+        };
+        entries.push((relative(Path::new(&device.path))?, entry));
+    }
+    Ok(entries)
+}
+
+fn relative(path: &Path) -> Result<CString> {
+    let below = path.strip_prefix("/").unwrap_or(path);
+    c_path(below).doing_to("name", path)
+}
+
+/// Whether a name below `/dev` is, or lies in, something that every sandbox has there.
+pub fn is_own_device(name: &str) -> bool {
+    let first = name.split('/').next().unwrap_or_default();
+    device_entries()
+        .iter()
+        .any(|(own, _)| own.to_bytes().strip_prefix(b"dev/") == Some(first.as_bytes()))
 }
 
 fn etc_name(index: usize) -> Result<CString> {

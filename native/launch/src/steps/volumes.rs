@@ -69,7 +69,7 @@ fn mount_of_directory(system: &dyn System, bind: &VolumeBind) -> Result<OwnedFd>
         .doing_to("copy the mount of", path)
 }
 
-/// Mounts them, each on a directory that is made where the image has none. No symbolic link on the way is followed.
+/// Mounts them, each on a directory, or a file, that is made where the image has none. No symbolic link on the way is followed.
 pub fn attach(
     system: &dyn System,
     volumes: &[Volume],
@@ -79,7 +79,7 @@ pub fn attach(
     for volume in volumes {
         let path = Path::new(&volume.bind.path);
         map(system, volume, users)?;
-        let target = place(system, tree, path)?;
+        let target = place(system, tree, path, volume.bind.file)?;
         system
             .attach(volume.mount.as_fd(), target.as_fd())
             .doing_to("mount", path)?;
@@ -96,7 +96,14 @@ fn map(system: &dyn System, volume: &Volume, users: &OwnedFd) -> Result<()> {
     }
 }
 
-fn place(system: &dyn System, tree: &OwnedFd, path: &Path) -> Result<OwnedFd> {
+fn place(system: &dyn System, tree: &OwnedFd, path: &Path, file: bool) -> Result<OwnedFd> {
+    let made = |last: bool| match last && file {
+        true => Entry::File {
+            mode: 0o644,
+            content: b"",
+        },
+        false => Entry::Directory { mode: 0o755 },
+    };
     let mut place = None;
     let mut done = std::path::PathBuf::from("/");
     for part in path.components().skip(1) {
@@ -108,7 +115,7 @@ fn place(system: &dyn System, tree: &OwnedFd, path: &Path) -> Result<OwnedFd> {
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {
                 let name = c_text(&part.as_os_str().to_string_lossy()).doing_to("name", &done)?;
                 system
-                    .put(above.as_fd(), &name, Entry::Directory { mode: 0o755 })
+                    .put(above.as_fd(), &name, made(done == path))
                     .doing_to("make", &done)?;
                 system.resolve(tree.as_fd(), &text)
             }
@@ -117,14 +124,18 @@ fn place(system: &dyn System, tree: &OwnedFd, path: &Path) -> Result<OwnedFd> {
         place = Some(found.doing_to("find in the image", &done)?);
     }
     let place = place.ok_or_else(|| Error::Invalid("the root cannot be covered".into()))?;
-    match system
+    let directory = system
         .is_directory(place.as_fd())
-        .doing_to("look at", path)?
-    {
-        true => Ok(place),
-        false => Err(Error::Refused {
+        .doing_to("look at", path)?;
+    match (directory, file) {
+        (true, false) | (false, true) => Ok(place),
+        (false, false) => Err(Error::Refused {
             why: format!("{} is no directory in the image", path.display()),
             errno: libc::ENOTDIR,
+        }),
+        (true, true) => Err(Error::Refused {
+            why: format!("{} is a directory in the image", path.display()),
+            errno: libc::EISDIR,
         }),
     }
 }

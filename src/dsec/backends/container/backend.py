@@ -44,7 +44,7 @@ from dsec.core.errors import (
 from dsec.core.ids import NodeId, SandboxId, new_node_id, new_sandbox_id
 from dsec.core.spec import Environment, NetworkMode, SandboxSpec, Substrate
 from dsec.core.states import EndCause
-from dsec.density.cgroups import CgroupHost, detect, memory_for_all, prepare_parent, remove_parent
+from dsec.density.cgroups import CgroupHost, detect, memory_for_all, prepare_cpuset, prepare_parent, remove_parent
 from dsec.security import masks, syscalls
 from dsec.security.idranges import IdRanges
 from dsec.storage.spread import spread_children
@@ -121,6 +121,7 @@ class ContainerBackend:
             disk_limit=self._disk.limit,
             disk_limit_reason=self._disk.reason,
             volumes=True,
+            devices=True,
             resource_view=self._view.kind if self._no_live_view is None else STATIC,
             resource_view_reason=self._no_live_view or self._view.reason,
         )
@@ -160,6 +161,8 @@ class ContainerBackend:
 
     async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> ContainerInstance:
         facts = await self._open()
+        if instance.cpus is not None:
+            await asyncio.to_thread(prepare_cpuset, self._host, facts.cgroup_parent)
         id_base = self._ids.take(holder_directory(facts, instance.id))
         try:
             plan = plan_launch(instance, self._config, facts, id_base=id_base)

@@ -20,7 +20,7 @@ from dsec.density.cgroups import CgroupHost, plan_cgroups
 from dsec.security import capabilities, masks, syscalls
 from dsec.security.syscalls import filter_name
 from dsec.wire.codec import pack
-from dsec.wire.launch import ClaimArgs, EtcFile, LaunchPlan, ResourceView, VolumeBind
+from dsec.wire.launch import ClaimArgs, DevicePlan, EtcFile, LaunchPlan, ResourceView, VolumeBind
 
 AGENT_FILTER = filter_name(syscalls.AGENT)
 EXEC_FILTER = filter_name(syscalls.EXEC)
@@ -75,6 +75,8 @@ def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFact
         cpu=spec.cpu,
         memory_bytes=spec.memory_bytes,
         pids=spec.pids_max + _AGENT_PIDS,
+        background=instance.background,
+        cpus=instance.cpus,
     )
     hostname = (spec.name or instance.id.replace("_", "-")).lower()[:63].rstrip("-.")
     open_files = min(_OPEN_FILES_SOFT, facts.open_files_hard)
@@ -113,12 +115,15 @@ def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFact
         spare=instance.spare,
         view=view_of(facts.view, spec),
         volumes=[_volume(volume) for volume in instance.volumes],
+        devices=[DevicePlan(device.path, device.major, device.minor, device.readonly) for device in instance.devices],
     )
 
 
 def _volume(volume: VolumeSource) -> VolumeBind:
     """One with an image gets its device when it is mounted."""
-    return VolumeBind(path=volume.path, source=volume.source, readonly=volume.readonly, inode=volume.inode)
+    return VolumeBind(
+        path=volume.path, source=volume.source, readonly=volume.readonly, inode=volume.inode, file=volume.file
+    )
 
 
 def shape_of(plan: LaunchPlan) -> bytes:

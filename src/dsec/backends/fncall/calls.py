@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
+from dsec.backends.fncall.config import CallsConfig, PoolConfig
 from dsec.backends.fncall.perform import Performed, check_files, perform
 from dsec.backends.fncall.pool import Pool
 from dsec.backends.fncall.tasks import TaskType, TaskTypes
 from dsec.backends.fncall.worker import Launched, Worker
 from dsec.core import limits
-from dsec.core.errors import CapacityError, EnvironmentNotFoundError, InvalidArgumentError, SandboxFaultError
+from dsec.core.errors import CapacityError, EnvironmentNotFoundError, SandboxFaultError
 from dsec.core.references import parse_reference
 from dsec.core.spec import Environment
 from dsec.observe import metrics
@@ -26,26 +27,8 @@ _STARVED_S: Final = 1.0  # without any place, while other pools have all of them
 _LOOK_S: Final = 5.0  # between two looks for places that nobody needs
 _TRIES: Final = 2  # of a call that was not begun with; once more in another place, no oftener
 
-Launch = Callable[[Environment], Awaitable[Launched]]
-"""Makes a container for calls. Raises EnvironmentNotFoundError, CapacityError, LaunchError, …; nothing is left then."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallsConfig:
-    places_max: int = 2 * (os.cpu_count() or 1)  # containers for calls, of all pools together; 0: no calls
-    place_memory_bytes: int = 512 * limits.MIB  # of one, files of calls included
-    place_cpu: float = 1.0
-    idle_s: float = 300.0  # then a place that nobody used goes
-    preload: tuple[str, ...] = ()  # modules that warm interpreters import before the first call
-    types: Mapping[str, TaskType] = field(default_factory=dict)  # beside those that are shipped
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.places_max <= limits.CALL_PLACES_MAX:
-            raise InvalidArgumentError(f"calls.places_max must be between 0 and {limits.CALL_PLACES_MAX}")
-        if self.place_memory_bytes < 2 * limits.CALL_MEMORY_BYTES_MIN or self.idle_s <= 0:
-            raise InvalidArgumentError("calls.place_memory_bytes is too small, or calls.idle_s is not above 0")
-        if not limits.CPU_MIN <= self.place_cpu <= limits.CPU_MAX:
-            raise InvalidArgumentError(f"calls.place_cpu must be between {limits.CPU_MIN} and {limits.CPU_MAX:g}")
+Launch = Callable[[Environment, PoolConfig], Awaitable[Launched]]
+"""A container for a pool. Raises EnvironmentNotFoundError, CapacityError, LaunchError, …; nothing is left then."""
 
 
 class Calls:
@@ -62,6 +45,9 @@ class Calls:
         self._closed = False
 
     def start(self) -> None:
+        for config in self._config.pools:
+            if config.places_min and config.environment is not None and config.type is not None:
+                self._find_pool(Environment(config.environment), config.type).grow()
         self._looking = asyncio.create_task(self._look())
 
     async def close(self) -> None:
@@ -79,7 +65,8 @@ class Calls:
         type = self.types.get(request.type)
         checker_type = self.types.get(request.checker.type) if request.checker is not None else None
         check_files(request, type)
-        pool = self._pool(request.environment, request.type, type, project)
+        self._refuse_too_many(project)
+        pool = self._find_pool(request.environment, request.type)
         try:
             return await self._tried(pool, request, project, type, checker_type)
         except EnvironmentNotFoundError:
@@ -92,23 +79,33 @@ class Calls:
     ) -> CallAnswer:
         came = time.monotonic()
         for left in reversed(range(_TRIES)):
+            worker = await pool.acquire(project, max(0.0, request.queue_s - (time.monotonic() - came)))
+            began = time.monotonic()
+            done: Performed | None = None
             try:
-                async with self._worker(pool, project, request.queue_s) as (worker, outcome):
-                    began = time.monotonic()
-                    done = await perform(worker, request, type, checker_type)
-                    outcome.append(done)
-                ended = time.monotonic()
-                metrics.CALLS.labels(request.type, done.answer.status).inc()
-                return _timed(done.answer, queued_s=began - came, took_s=ended - began)
+                done = await perform(worker, request, type, checker_type)
             except SandboxFaultError:
                 if not left:
                     raise
+                continue
+            finally:
+                if done is None:
+                    # A call is left in it, or half of one.
+                    spoilt = "a call did not come to its end"
+                    pool.release(worker, project, time.monotonic() - began, spoilt=spoilt)
+            ended = time.monotonic()
+            pool.release_after(worker, project, began, done.end)
+            if done.lacks is not None:
+                pool.lacks(done.lacks)
+                raise done.lacks
+            metrics.CALLS.labels(request.type, done.answer.status).inc()
+            return msgspec.structs.replace(done.answer, queued_s=began - came, took_s=ended - began)
         raise AssertionError("unreachable")
 
     @property
     def memory_promised_bytes(self) -> int:
         """To the places that there are, and those that are being made."""
-        return sum(pool.places for pool in self._pools.values()) * self._config.place_memory_bytes
+        return sum(pool.places * pool.config.place_memory_bytes for pool in self._pools.values())
 
     def list_types(self) -> list[TaskTypeInfo]:
         return self.types.list()
@@ -133,28 +130,17 @@ class Calls:
 
         By whatever tag or digest they are meant: what goes in vain is made again when it is needed.
         """
-        ends = []
         wanted = {parse_reference(name).name for name in names}
-        for (environment, _), pool in list(self._pools.items()):
-            if {parse_reference(name).name for name in environment.names()} & wanted:
-                ends += pool.shrink(0.0)
-        await asyncio.gather(*ends, return_exceptions=True)
+        found = [
+            pool
+            for (environment, _), pool in self._pools.items()
+            if {parse_reference(name).name for name in environment.names()} & wanted
+        ]
+        await asyncio.gather(*(pool.drop() for pool in found))
 
     # -- inside ------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def _worker(self, pool: Pool, project: str, wait_s: float) -> AsyncIterator[tuple[Worker, list[Performed]]]:
-        worker = await pool.acquire(project, wait_s)
-        began = time.monotonic()
-        outcome: list[Performed] = []
-        try:
-            yield worker, outcome
-        finally:
-            # Whoever leaves without an outcome leaves a call in it, or half of one.
-            spoilt = outcome[0].spoilt if outcome else "a call did not come to its end"
-            pool.release(worker, project, time.monotonic() - began, spoilt=spoilt)
-
-    def _pool(self, environment: Environment, name: str, type: TaskType, project: str) -> Pool:
+    def _refuse_too_many(self, project: str) -> None:
         if self._closed or not self._config.places_max:
             raise CapacityError("this node takes no calls", hint="`[calls] places_max` is 0, or it is stopping")
         if sum(len(pool.queue) for pool in self._pools.values()) >= limits.CALLS_QUEUED_MAX:
@@ -168,18 +154,23 @@ class Calls:
                 hint="try again later",
                 retry_after_s=max(pool.wait_s() for pool in self._pools.values()),
             )
+
+    def _find_pool(self, environment: Environment, name: str) -> Pool:
         key = (environment, name)
-        pool = self._pools.get(key)
-        if pool is None:
-            self._make_room_for_pool()
+        if (pool := self._pools.get(key)) is not None:
+            return pool
+        self._make_room_for_pool()
+        type = self.types.get(name)
+        config = self._config.pool(environment.names(), name)
 
-            async def start() -> Worker:
-                program = await asyncio.to_thread(lambda: self._program().read_bytes())
-                return await Worker.start(
-                    lambda: self._launch(environment), type, program=program, preload=self._config.preload
-                )
+        async def start() -> Worker:
+            program = await asyncio.to_thread(lambda: self._program().read_bytes())
+            return await Worker.start(
+                lambda: self._launch(environment, config), type, program=program, preload=config.preload
+            )
 
-            pool = self._pools[key] = Pool("+".join(environment.names()), name, start, self._may_grow, self._starved)
+        pool = Pool("+".join(environment.names()), name, start, self._may_grow, self._starved, config)
+        self._pools[key] = pool
         return pool
 
     def _make_room_for_pool(self) -> None:
@@ -211,21 +202,8 @@ class Calls:
             for key, pool in list(self._pools.items()):
                 pool.shrink(self._config.idle_s)
                 pool.grow()
+                await pool.check()
                 unused = time.monotonic() - pool.used_at > self._config.idle_s
-                if unused and not pool.places and not len(pool.queue):
-                    del self._pools[key]
+                if unused and pool.unused and not pool.places:
+                    self._pools.pop(key, None)
             metrics.CALL_PLACES.set(sum(pool.places for pool in self._pools.values()))
-
-
-def _timed(answer: CallAnswer, *, queued_s: float, took_s: float) -> CallAnswer:
-    return CallAnswer(
-        status=answer.status,
-        compile=answer.compile,
-        run=answer.run,
-        cases=answer.cases,
-        files=answer.files,
-        missing=answer.missing,
-        queued_s=queued_s,
-        took_s=took_s,
-        worker=answer.worker,
-    )

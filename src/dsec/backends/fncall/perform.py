@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -14,7 +15,7 @@ from dsec.backends.fncall.compare import is_right
 from dsec.backends.fncall.tasks import TaskType
 from dsec.backends.fncall.worker import Worker
 from dsec.core import limits
-from dsec.core.errors import InvalidArgumentError, SandboxFaultError, UnsupportedError
+from dsec.core.errors import InvalidArgumentError, Outcome, SandboxFaultError, UnsupportedError
 from dsec.wire.calls import (
     CallAnswer,
     CallCase,
@@ -37,7 +38,8 @@ _OF_WHY: Final = {"wall": CallStatus.TIME_LIMIT, "cpu": CallStatus.TIME_LIMIT, "
 @dataclass(slots=True)
 class Performed:
     answer: CallAnswer
-    spoilt: str | None  # why the place is to be given up
+    end: Coroutine[Any, Any, str | None]  # until the place is clean again; why it is to be given up
+    lacks: UnsupportedError | None = None  # nothing has run: this is what the caller gets
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class _Call:
     lost: str | None = None  # the place broke down, or something of the call stays in it
     cases: list[CaseResult] = field(default_factory=list)
     kept_bytes: int = 0  # of output, in `cases`
+    ending: bool = False  # it has been told that the call is over
     finished: runner.Finished | None = None
 
 
@@ -68,10 +71,24 @@ def check_files(request: CallRequest, type: TaskType) -> None:
 async def perform(
     worker: Worker, request: CallRequest, type: TaskType, checker_type: TaskType | None = None
 ) -> Performed:
-    """Files are checked already. Raises UnsupportedError for what the environment cannot run, SandboxFaultError when
-    the place failed before the code was begun with: then it may be tried in another."""
+    """Files are checked already. The answer does not wait for clean-up, unless files come with that.
+
+    Raises SandboxFaultError when the place failed before the code was begun with: then it may be tried in another.
+    """
     call = _Call(worker, request, type, checker_type)
     _, call.kills = worker.memory()
+    try:
+        compiled, ran = await _phases(call)
+    except UnsupportedError as error:
+        return Performed(CallAnswer(status=CallStatus.PLATFORM_FAILURE), _end(call), lacks=error)
+    if request.collect:
+        await _finish(call)
+    return Performed(_answer(call, compiled, ran), _end(call))
+
+
+async def _phases(call: _Call) -> tuple[PhaseResult | None, PhaseResult | None]:
+    """What came of the compiler, and of the one run; of cases, that is in the call."""
+    worker, request, type = call.worker, call.request, call.type
     place = runner.Order(place=runner.Place(place=_CALL, files=_files(request.files, type.source, request.code)))
     compiled = ran = None
     if type.compile is not None:
@@ -92,15 +109,34 @@ async def perform(
                 before=place if compiled is None else None,
                 finish=True,
             )
-    if call.finished is None and call.lost is None:
-        try:
-            call.finished = (await worker.ask([_finish(request)]))[0].finished
-        except SandboxFaultError as error:
-            call.lost = str(error)
-    return _performed(call, compiled, ran)
+    return compiled, ran
 
 
-def _performed(call: _Call, compiled: PhaseResult | None, ran: PhaseResult | None) -> Performed:
+async def _end(call: _Call) -> str | None:
+    """Why the place is to be given up."""
+    await _finish(call)
+    if call.finished is None:
+        return call.lost or "it did not clean up"
+    call.worker.done()
+    return call.finished.dirty
+
+
+async def _finish(call: _Call) -> None:
+    """The end of the call in its place, once: files back, and nothing of it is there any more."""
+    if call.finished is not None or call.lost is not None:
+        return
+    worker = call.worker
+    try:
+        answer = await worker.rest() if call.ending else (await worker.ask([_finish_order(call.request)]))[0]
+    except SandboxFaultError as error:
+        call.lost = str(error)
+        return
+    call.finished = answer.finished
+    if answer.finished is None:
+        call.lost = f"it did not clean up: {answer.refused}"
+
+
+def _answer(call: _Call, compiled: PhaseResult | None, ran: PhaseResult | None) -> CallAnswer:
     status = next(
         (part.status for part in (compiled, ran, *call.cases) if part and part.status is not CallStatus.FINISHED),
         CallStatus.FINISHED,
@@ -109,9 +145,7 @@ def _performed(call: _Call, compiled: PhaseResult | None, ran: PhaseResult | Non
     if call.finished is not None:
         files = [_checked(file, call.request.collect) for file in call.finished.files]
         missing = [path.decode("utf-8", "surrogateescape") for path in call.finished.missing]
-        call.worker.done()
-    spoilt = call.lost or (call.finished.dirty if call.finished is not None else "it did not clean up")
-    answer = CallAnswer(
+    return CallAnswer(
         status=status,
         compile=compiled,
         run=ran,
@@ -120,10 +154,9 @@ def _performed(call: _Call, compiled: PhaseResult | None, ran: PhaseResult | Non
         missing=missing,
         worker=call.worker.id,
     )
-    return Performed(answer, spoilt)
 
 
-def _finish(request: CallRequest) -> runner.Order:
+def _finish_order(request: CallRequest) -> runner.Order:
     paths = [path.encode("utf-8", "surrogateescape") for path in request.collect]
     return runner.Order(finish=runner.Finish(collect=paths, bytes_max=limits.CALL_FILES_BYTES_MAX))
 
@@ -149,7 +182,7 @@ async def _cases(call: _Call) -> None:
                 verdict = await _check(call, checker, case, run)
                 status = _verdict(call, verdict)
             else:
-                status = CallStatus.MEMORY_LIMIT if call.crowded else CallStatus.PLATFORM_FAILURE
+                status = _of_broken(call)
         elif status is CallStatus.FINISHED and not _expected(request, case, run):
             status = CallStatus.WRONG_ANSWER
         if verdict is not None:
@@ -195,7 +228,7 @@ async def _check(call: _Call, checker: Checker, case: CallCase, run: PhaseResult
     files = [runner.NewFile(path=path, data=data, mode=0o644) for path, data in shown.items()]
     place = runner.Order(place=runner.Place(place=_CHECKER, files=files))
     # Never the interpreter that is up for the code it judges: that may be of another type.
-    judged = await _phase(call, type, list(type.run), checker.limits, place=_CHECKER, before=place)
+    judged = await _phase(call, type, list(type.check or type.run), checker.limits, place=_CHECKER, before=place)
     if judged.status is CallStatus.MEMORY_LIMIT:
         left, room = call.worker.own_bytes - call.own_bytes, call.worker.memory_bytes - call.own_bytes
         call.crowded = call.crowded or left > room // 2
@@ -211,11 +244,19 @@ def _no_place(call: _Call, answer: runner.Answer) -> PhaseResult:
 
 def _verdict(call: _Call, checker: PhaseResult) -> CallStatus:
     """Who leaves no room for its judge has not passed, and the judge is not to blame."""
+    if not call.crowded and checker.status in (CallStatus.FINISHED, CallStatus.ERROR):
+        if checker.exit_code == _RIGHT:
+            return CallStatus.FINISHED
+        if checker.exit_code == _WRONG:
+            return CallStatus.WRONG_ANSWER
+    return _of_broken(call)
+
+
+def _of_broken(call: _Call) -> CallStatus:
+    """Of a case whose checker gave no verdict."""
     if call.crowded:
         return CallStatus.MEMORY_LIMIT
-    if checker.exit_code == _RIGHT:
-        return CallStatus.FINISHED
-    return CallStatus.WRONG_ANSWER if checker.exit_code == _WRONG else CallStatus.PLATFORM_FAILURE
+    return CallStatus.CHECKER_ERROR if call.lost is None else CallStatus.PLATFORM_FAILURE
 
 
 async def _phase(
@@ -250,12 +291,15 @@ async def _phase(
     if before is not None:
         orders.insert(0, before)
     if finish:
-        orders.append(_finish(call.request))
+        orders.append(_finish_order(call.request))
     try:
         await worker.bound(bounds.memory_bytes)
         call.own_bytes = call.own_bytes or worker.own_bytes
-        answers = await worker.ask(orders)
+        call.ending = finish
+        answers = await worker.ask(orders, later=int(finish))
     except SandboxFaultError as error:
+        if error.outcome is Outcome.UNCHANGED and not call.begun:
+            raise
         call.lost = str(error)
         kills = worker.memory()[1]
         status = CallStatus.MEMORY_LIMIT if kills > call.kills else CallStatus.PLATFORM_FAILURE
@@ -266,16 +310,21 @@ async def _phase(
         if call.begun and placed.placed is None:
             return _no_place(call, placed)
         _check_placed(call, placed)
-    if finish:
-        call.finished = answers[-1].finished
     ran = answers[0].ran
     if ran is None:
         call.lost = f"a program could not be run: {answers[0].refused}"
+        return PhaseResult(status=CallStatus.PLATFORM_FAILURE, detail=call.lost)
+    if ran.why == "lost" and not call.begun:
+        raise SandboxFaultError(f"no interpreter for a call: {ran.detail}", sandbox=worker.id)
+    if ran.why == "lost":
+        call.lost = f"the interpreter is lost: {ran.detail}"
         return PhaseResult(status=CallStatus.PLATFORM_FAILURE, detail=call.lost)
     for_memory, call.kills = kills > call.kills, kills
     if ran.why == "start" and place == _CALL and call.begun:
         # It was compiled, or has run before: the code has made no program, or taken it away.
         return PhaseResult(status=CallStatus.ERROR, detail=ran.detail[:300])
+    if ran.why == "start" and place == _CHECKER:
+        return PhaseResult(status=CallStatus.ERROR, detail=f"the environment cannot run {ran.detail[:300]}")
     if ran.why == "start":
         raise UnsupportedError(
             f"the environment cannot run {ran.detail[:300]}", hint="calls of this task type need it in the environment"

@@ -12,7 +12,7 @@ import msgspec
 from dsec.core.errors import ProtocolError
 from dsec.wire.codec import pack, unpack
 
-VERSION: Final = 2
+VERSION: Final = 3
 MESSAGE_BYTES_MAX: Final = 64 << 20  # as the other side has it
 
 
@@ -58,6 +58,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     place: Place | None = None
     run: Run | None = None
     finish: Finish | None = None
+    check: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -69,7 +70,7 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 class Ran(msgspec.Struct, frozen=True, kw_only=True):
-    why: str  # ended | wall | cpu | output | start
+    why: str  # ended | wall | cpu | output | start | lost
     code: int | None = None
     signal: int | None = None
     out: bytes = b""

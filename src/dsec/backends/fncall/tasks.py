@@ -18,6 +18,7 @@ from dsec.wire.codec import from_toml
 class TaskType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     source: str  # the code's file
     run: tuple[str, ...]  # argv
+    check: tuple[str, ...] | None = None  # argv of a checker, if `run` would tell its failures as verdicts
     compile: tuple[str, ...] | None = None  # argv; None: there is nothing to compile
     env: dict[str, str] = {}
     warm: str | None = None  # a Python interpreter that is up before a call comes; `run` names the same and a script
@@ -25,7 +26,7 @@ class TaskType(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def __post_init__(self) -> None:
         check_call_path(self.source)
         check_env(self.env)
-        for words in (self.run, ("-",) if self.compile is None else self.compile):
+        for words in (self.run, *(words for words in (self.compile, self.check) if words is not None)):
             if not words or not words[0]:
                 raise InvalidArgumentError("a task type's commands must not be empty")
             check_args(words)

@@ -16,7 +16,15 @@ from dsec.backends.base import Instance
 from dsec.backends.fncall import runner, zygote
 from dsec.backends.fncall.runner import Answer, Decoder, Order
 from dsec.backends.fncall.tasks import TaskType
-from dsec.core.errors import PlatformError, ProtocolError, SandboxFaultError, UnsupportedError
+from dsec.core.errors import (
+    ConflictError,
+    HostError,
+    Outcome,
+    PlatformError,
+    ProtocolError,
+    SandboxFaultError,
+    UnsupportedError,
+)
 from dsec.core.ids import new_exec_id
 from dsec.core.limits import DATA_BYTES_MAX, MIB
 from dsec.wire import agent
@@ -27,6 +35,7 @@ _PATH: Final = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ZYGOTE: Final = b"/.dsec/zygote.py"
 _START_S: Final = 60.0  # a large import list from a cold disk
 _ANSWER_S: Final = 30.0  # beyond what the call itself may take: clean-up of what it left
+_CHECK_S: Final = 10.0  # of one that has nothing to do
 _ACK_BYTES: Final = 256 * 1024  # the agent keeps what is not acknowledged, and stops reading at four times as much
 _HEADROOM_BYTES: Final = 8 * MIB  # a limit is never set so low that the place itself would not fit
 
@@ -46,7 +55,7 @@ class Worker:
     def __init__(self, launched: Launched, stream: ExecStream) -> None:
         self.id = str(launched.instance.id)
         self.started_at = time.monotonic()
-        self.idle_since = self.started_at
+        self.idle_since = self.seen_at = self.started_at
         self.calls = 0
         self._launched = launched
         self._stream = stream
@@ -91,33 +100,53 @@ class Worker:
             words = [type.warm.encode(), b"-IB", _ZYGOTE, *(name.encode() for name in preload)]
             env = worker.environment(type, {})
             order = Order(warm=runner.Warm(argv=words, env=env, wait_ms=int(_START_S * 1000)))
-            (answer,) = await worker._ask([order], timeout_s=_START_S)
+            (answer,) = await worker._ask([order], 1, timeout_s=_START_S)
             if answer.refused is not None:
                 raise UnsupportedError(f"no {type.warm} for calls is to be had here: {answer.refused[:500]}")
         return worker
 
     # -- one call ----------------------------------------------------------------------------------
 
-    async def ask(self, orders: Sequence[Order]) -> list[Answer]:
-        """Sends all of them in one piece; their answers, in order.
+    async def ask(self, orders: Sequence[Order], *, later: int = 0) -> list[Answer]:
+        """Sends all of them in one piece; their answers, in order, but for the last `later`, which `rest` gives.
 
-        Raises SandboxFaultError when one does not come: what became of the orders is not known then.
+        Raises SandboxFaultError when one does not come. What became of the orders is not known then, unless its outcome
+        says that nothing did.
         """
         runs_s = sum(order.run.wall_ms for order in orders if order.run is not None) / 1000
-        return await self._ask(orders, timeout_s=runs_s + _ANSWER_S)
+        return await self._ask(orders, len(orders) - later, timeout_s=runs_s + _ANSWER_S)
+
+    async def rest(self) -> Answer:
+        """As `ask`: the next answer to what was asked before."""
+        return (await self._ask((), 1, timeout_s=_ANSWER_S))[0]
+
+    async def check(self) -> bool:
+        """Whether all is well here, while there is no call: what runs calls answers, and nothing is there of any."""
+        self.seen_at = time.monotonic()
+        try:
+            (answer,) = await self._ask([Order(check=True)], 1, timeout_s=_CHECK_S)
+        except SandboxFaultError:
+            return False
+        return answer.ready is not None
 
     def done(self) -> None:
         """A call has come to its end here."""
         self.calls += 1
-        self.idle_since = time.monotonic()
+        self.idle_since = self.seen_at = time.monotonic()
 
     async def bound(self, memory_bytes: int | None) -> None:
-        """What the next run may use, above what the place itself does. None: as much as there is."""
+        """What the next run may use, above what the place itself does. None: as much as there is.
+
+        Raises SandboxFaultError: nothing has been begun with then.
+        """
         most = self._launched.memory_bytes
         self.own_bytes = self._launched.instance.memory_now() or 0
         wanted = most if memory_bytes is None else min(most, max(self.own_bytes, _HEADROOM_BYTES) + memory_bytes)
         if wanted != self._bound_bytes:
-            await self._launched.instance.bound_memory(wanted)
+            try:
+                await self._launched.instance.bound_memory(wanted)
+            except HostError as error:
+                raise SandboxFaultError(str(error), sandbox=self.id, outcome=Outcome.UNCHANGED) from error
             self._bound_bytes = wanted
         self._launched.instance.forget_memory_peak()
 
@@ -148,16 +177,19 @@ class Worker:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    async def _ask(self, orders: Sequence[Order], *, timeout_s: float) -> list[Answer]:
+    async def _ask(self, orders: Sequence[Order], answers: int, *, timeout_s: float) -> list[Answer]:
+        before = self._stream.stdin_offset
         try:
             async with asyncio.timeout(timeout_s):
                 message = b"".join(map(runner.encode, orders))
                 for start in range(0, len(message), DATA_BYTES_MAX):
                     await self._stream.send_stdin(message[start : start + DATA_BYTES_MAX])
-                return [await self._answer() for _ in orders]
-        except (TimeoutError, PlatformError) as error:
+                return [await self._answer() for _ in range(answers)]
+        except (TimeoutError, PlatformError, ConflictError) as error:
             cause = "gave no answer in time" if isinstance(error, TimeoutError) else f"is lost: {error}"
-            raise SandboxFaultError(f"the place of a call {cause}", sandbox=self.id) from error
+            unsent = bool(orders) and self._stream.stdin_offset == before
+            outcome = Outcome.UNCHANGED if unsent else None
+            raise SandboxFaultError(f"the place of a call {cause}", sandbox=self.id, outcome=outcome) from error
 
     async def _answer(self) -> Answer:
         while (answer := self._decoder.next()) is None:

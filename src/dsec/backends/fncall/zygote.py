@@ -1,9 +1,11 @@
-"""Runs inside a container of the call service, as root: an interpreter that is up, forked once for each call.
+"""Runs inside a container of the call service, as root: an interpreter that is up, forked once for each call, before
+the call comes.
 
 `dsec-call` starts it with a socket as descriptor 3 (native/call/src/interpreter.rs has the protocol). It is a file of
 its own without imports of dsec, for the environment's Python, whatever version of 3 that is (3.6 or later).
 
-What is in the memory of this process every later call can read in its own: orders are read by the forks alone.
+What is in the memory of this process every later call can read in its own: orders are read by the forks alone, and
+how they ended goes through a place that is wiped.
 
     python3 -IB zygote.py MODULE…       the modules are imported before the first call
 """
@@ -25,6 +27,9 @@ import types
 from typing import Any, Dict, List, NoReturn, Optional
 
 _SCORE = b"1000"  # when memory is short, calls go before us
+_HEAD = struct.Struct(">I")
+_STATUS, _USAGE, _USAGE_BYTES = _HEAD.size, _HEAD.size + 4, 144  # as wait4(2) writes them
+_ROOM = 512  # some C libraries have a larger struct rusage, of which the kernel writes no more
 _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
 
@@ -36,39 +41,61 @@ def main(modules: List[str]) -> None:
         for module in modules:
             importlib.import_module(module)
     except BaseException as error:
-        _send(link, f"cannot import {module}: {error}".replace("\\", "/").replace('"', "'")[:500])
+        _send(link, f"cannot import {module}: {error}"[:500].encode("utf-8", "replace"))
         return
     # What is there now is shared with every call as long as nobody writes to it.
     gc.collect()
     if hasattr(gc, "freeze"):
         gc.freeze()
     libc = ctypes.CDLL(None)
-    _send(link, "ready")
+    _send(link, b"ready")
+    fate = (ctypes.c_char * _ROOM)()
+    ctypes.memmove(fate, _HEAD.pack(4 + _USAGE_BYTES), _HEAD.size)
+    status, usage = ctypes.byref(fate, _STATUS), ctypes.byref(fate, _USAGE)
     while True:
-        passed = _receive(link)
-        if passed is None:
-            return
         pid = os.fork()
         if pid == 0:
-            link.detach()
-            what = _order(passed[3])
-            _become(libc, what, passed[:3])
-            _run(what["argv"])
-        for number in passed:
-            os.close(number)
-        _send(link, str(pid))
-        _, status, usage = os.wait4(pid, 0)
-        cpu_us = round((usage.ru_utime + usage.ru_stime) * 1e6)
-        _send(link, f"{status} {cpu_us} {usage.ru_maxrss}")
+            _serve(link, libc)
+        _send(link, struct.pack("=i", pid))
+        libc.wait4(pid, status, 0, usage)
+        link.sendall(memoryview(fate)[: _USAGE + _USAGE_BYTES])
+        ctypes.memset(status, 0, 4 + _USAGE_BYTES)
 
 
-def _send(link: socket.socket, text: str) -> None:
-    body = json.dumps(text).encode()
-    link.sendall(struct.pack(">I", len(body)) + body)
+def _send(link: socket.socket, body: bytes) -> None:
+    link.sendall(_HEAD.pack(len(body)) + body)
+
+
+def _serve(link: socket.socket, libc: ctypes.CDLL) -> NoReturn:
+    """The fork: gets ready, waits for what it is to do, and does it."""
+    try:
+        with open("/proc/self/oom_score_adj", "wb", buffering=0) as score:
+            score.write(_SCORE)
+    except OSError:
+        pass
+    os.setsid()
+    _rehearse()
+    passed = _receive(link)
+    link.close()
+    if passed is None:
+        os._exit(0)
+    what = _order(passed[3])
+    if what["pid"] != os.getpid():  # it was meant for one that has ended
+        os._exit(1)
+    _become(libc, what, passed[:3])
+    _run(what["argv"])
+
+
+def _rehearse() -> None:
+    """Touches most of what a run does: the kernel gives a fork its pages one by one, at the first use of each."""
+    exec(compile("print(end='')", "main.py", "exec"), types.ModuleType("__main__").__dict__)
+    json.loads('{"a": ["b", 1]}')
+    sys.stdout.flush()
+    os.environ["PWD"] = "/"
 
 
 def _receive(link: socket.socket) -> Optional[List[int]]:
-    """Three descriptors for a fork, and one with its order; None at the end."""
+    """Three descriptors, and one with what is to be done; None at the end."""
     numbers = array.array("i")
     mark, ancillary, _, _ = link.recvmsg(1, socket.CMSG_SPACE(4 * numbers.itemsize), socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in ancillary:
@@ -85,12 +112,6 @@ def _order(number: int) -> Dict[str, Any]:
 
 def _become(libc: ctypes.CDLL, what: Dict[str, Any], standard: List[int]) -> None:
     """The call's own user, directory, limits and environment; nothing of ours stays but what is imported."""
-    try:
-        with open("/proc/self/oom_score_adj", "wb", buffering=0) as score:
-            score.write(_SCORE)
-    except OSError:
-        pass
-    os.setsid()
     for number, descriptor in enumerate(standard):
         os.dup2(descriptor, number)
     os.closerange(3, max(64, max(standard) + 1))
