@@ -87,12 +87,13 @@ def described(top: int) -> list[tuple[bytes, str, int]]:
     return [(entry.path, f"{entry.info.st_mode:o}", entry.info.st_mtime_ns) for entry in walk(top)]
 
 
-@given(stack=stacks, data=st.data())
-@settings(max_examples=40)
+@given(stack=stacks, data=st.data(), blind=st.booleans())
+@settings(max_examples=60)
 def test_a_collapsed_run_shows_and_hides_what_its_layers_do(
-    stack: list[list[tuple[str, bytes, int]]], data: st.DataObject
+    stack: list[list[tuple[str, bytes, int]]], data: st.DataObject, blind: bool
 ) -> None:
-    start = data.draw(st.integers(0, len(stack) - 2))
+    start = data.draw(st.integers(int(blind and len(stack) > 2), len(stack) - 2))
+    blind = blind and start > 0  # something lies below all that is snapshotted
     end = data.draw(st.integers(start + 2, len(stack)))
     with scratch() as place, ExitStack() as opened:
         layers = []
@@ -104,7 +105,8 @@ def test_a_collapsed_run_shows_and_hides_what_its_layers_do(
             opened.callback(os.close, fd)
         (place / "collapsed").mkdir(mode=0o755)
 
-        Merge(run, view(layers[:start], opened) if start else None, place / "collapsed").run()
+        below = view(layers[:start], opened) if start and not blind else None
+        Merge(run, below, place / "collapsed", blind=blind).run()
 
         one = image(place / "collapsed", opened)
         before, after = view(layers, opened), view([*layers[:start], one, *layers[end:]], opened)

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import dsec
-from dsec.core.errors import ConflictError, EnvironmentNotFoundError, NotFoundError
+from dsec.core import limits
+from dsec.core.errors import ConflictError, EnvironmentNotFoundError, LimitError, NotFoundError
+from dsec.core.spec import Environment
 from dsec.sdk.client import AsyncClient
 from dsec.wire.environments import DirectorySource, EnvironmentInfo, OciSource
 from tests.images import Layout, directory, member, tar_of
@@ -74,6 +76,27 @@ async def test_any_number_of_layers_makes_a_sandbox_and_collapsing_changes_nothi
         after = await sandbox.exec(SHOW)
         await sandbox.exec("rm -r /tool; echo x > /etc/new", check=count > 1)
     assert (after.stdout, after.exit_code) == (before.stdout, before.exit_code)
+    await client.environments.remove(name)
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(100, marks=pytest.mark.slow)])
+async def test_an_image_of_more_layers_than_a_sandbox_can_have_becomes_fewer(
+    node: tuple[Place, AsyncClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    if count < limits.LOWERS_MAX:
+        monkeypatch.setattr(limits, "LOWERS_MAX", 20)
+        monkeypatch.setattr("dsec.node.node.LOWERS_MAX", 20)
+    _, client = node
+    name = fresh("env")
+    toolkit = await stacked(client, tmp_path / "layout", count)
+    with pytest.raises(LimitError) as refused:  # nobody has made fewer of these parts
+        await client.create(Environment(ENVIRONMENT, toolkits=(toolkit,)))
+    assert refused.value.hint is not None
+    made = await client.environments.create(name, ENVIRONMENT, toolkits=[toolkit])
+    assert len(made.layers) == count + 1
+
+    async with await client.create(name) as sandbox:
+        assert (await sandbox.exec("ls /tool | grep -v deep; ls /tool/deep")).stdout == f"{count - 1}\n0\n1\n2\n"
     await client.environments.remove(name)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dsec.core import limits
 from dsec.core.errors import ConflictError, DsecError, GoneError, SandboxStateError
 from dsec.core.spec import Environment
 from dsec.sdk.client import AsyncClient
@@ -122,6 +123,39 @@ async def test_a_chain_of_snapshots_adds_up(node: Node) -> None:
     await sandbox.destroy()
     for snapshot in made:
         await snapshot.remove()
+
+
+@pytest.mark.parametrize("count", [7, pytest.param(100, marks=pytest.mark.slow)])
+async def test_a_chain_of_any_length_adds_up(node: Node, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Each hides what the one before has made, in a directory of the environment and in one of its own."""
+    if count < 20:
+        monkeypatch.setattr(limits, "SNAPSHOT_CHAIN_MAX", 3)
+    place, client = node
+    before = set((place.state / "layers").iterdir())
+    sandbox, made = await client.create(ENVIRONMENT), []
+    most = len((await client.environments.get(ENVIRONMENT)).layers) + limits.SNAPSHOT_CHAIN_MAX
+    for i in range(count):
+        await sandbox.exec(
+            f"mkdir -p /work/{i}; echo {i} > /work/{i}/f; rm -rf /work/{i - 1} /etc/mark-{i - 1}; touch /etc/mark-{i};"
+            f"rm -rf /own; mkdir /own; echo {i} > /own/{i}; rm -f /etc/group; echo {i} >> /all; chmod 7{i % 8}1 /work",
+            check=True,
+        )
+        made.append(await sandbox.snapshot())
+        assert len(made[-1].info.layers) <= most
+        await sandbox.destroy()
+        sandbox = await client.create(snapshot=made[-1])
+
+    last = count - 1
+    found = await sandbox.exec("ls /work /own; ls -d /etc/mark-* /etc/group 2>&1; cat /work/*/f; wc -l < /all")
+    assert found.stdout.split("\n")[:2] == ["/own:", str(last)]
+    assert found.stdout.endswith(f"/etc/mark-{last}\n{last}\n{count}\n")
+    assert (await sandbox.exec("stat -c %a /work")).stdout == f"7{last % 8}1\n"
+    report = await made[-1].publish(f"chained-{count}", dry_run=True)
+    assert report.environment is None
+    await sandbox.destroy()
+    for snapshot in made:
+        await snapshot.remove()
+    await eventually(lambda: set((place.state / "layers").iterdir()) == before)
 
 
 async def test_layers_go_with_the_last_snapshot_that_has_them(node: Node) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dsec.backends.fake.capture import FakeCapture
 from dsec.backends.fake.host import FakeHost
 from dsec.core import limits
 from dsec.core.errors import (
     CapacityError,
     ConflictError,
+    DeadlineError,
     DsecError,
     IdempotencyError,
     InvalidArgumentError,
@@ -24,7 +26,7 @@ from dsec.core.errors import (
     UnsupportedError,
 )
 from dsec.core.spec import SandboxSpec, Substrate
-from dsec.node.snapshots import Captured, Snapshots
+from dsec.node.snapshots import Captured, Snapshots, _run_to_merge
 from dsec.node.supervisor import Supervisor
 from dsec.testing.faults import each_nth_failure
 from dsec.testing.nodes import FAKE_SPEC, NodeClient, caller_of, crash, fake_node, make_fake_node
@@ -231,10 +233,30 @@ async def test_a_node_has_a_bound(client: NodeClient, monkeypatch: pytest.Monkey
         await take(client, sandbox.id, "two")
 
 
-async def test_a_sandbox_has_no_more_layers_than_an_overlay_takes(
+async def test_a_chain_has_no_end(client: NodeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SNAPSHOT_CHAIN_MAX", 3)
+    sandbox = await create(client)
+    counts = []
+    for number in range(10):
+        await make_file(client, sandbox.id, str(number))
+        snapshot = await take(client, sandbox.id, f"snap-{number}")
+        counts.append(len(snapshot.layers))
+        sandbox = await create_on(client, f"snap-{number}")
+
+    assert await read(client, sandbox.id) == b"9\n"
+    assert max(counts) == counts[0] + 3  # the first is the base here: the fake environment has no layers
+    for number in range(9, -1, -1):
+        await destroy(client, sandbox.id)
+        sandbox = await create_on(client, f"snap-{number}")
+        assert await read(client, sandbox.id) == b"%d\n" % number
+
+
+async def test_where_nothing_can_be_made_one_a_sandbox_has_no_more_layers_than_an_overlay_takes(
     client: NodeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "LOWERS_MAX", 2)
+    keep = FakeCapture.keep
+    monkeypatch.setattr(FakeCapture, "keep", lambda self, run=(): keep(self))
     sandbox = await create(client)
     for name in ("one", "two"):
         await take(client, sandbox.id, name)
@@ -242,6 +264,38 @@ async def test_a_sandbox_has_no_more_layers_than_an_overlay_takes(
 
     with pytest.raises(LimitError, match="layers"):
         await take(client, sandbox.id, "three")
+
+
+async def test_an_environment_of_as_many_layers_as_there_can_be_is_snapshotted_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "LOWERS_MAX", 6)
+    full = tuple("abcdef")
+
+    assert _run_to_merge(full, full) == ("d", "e", "f")
+    assert _run_to_merge(full[:5], full[:5]) == ()
+    assert _run_to_merge((*full[:3], "x", "y", "z"), full[:3]) == ("x", "y", "z")
+    assert _run_to_merge((*full[:5], "x"), full[:5]) == ("d", "e", "x")
+
+
+async def test_a_disk_that_stands_still_ends_a_snapshot_and_not_its_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SNAPSHOT_MAKE_S_MAX", 0.2)
+    for step in ("snapshot.look", "snapshot.keep"):
+        host, _ = held_at(step)
+        async with fake_node(tmp_path / step, host=host) as client:
+            sandbox = await create(client)
+            await make_file(client, sandbox.id, "one")
+
+            with pytest.raises(DeadlineError, match="within") as refused:
+                await take(client, sandbox.id, "snap")
+
+            assert refused.value.sandbox == sandbox.id
+            assert await read(client, sandbox.id) == b"one\n"
+            assert (await listed(client)).snapshots == []
+            with pytest.raises(DeadlineError):  # the name is free, and nobody is in the way
+                await take(client, sandbox.id, "snap")
 
 
 # ---- removal -------------------------------------------------------------------------------------

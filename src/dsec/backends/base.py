@@ -132,6 +132,7 @@ class CapturedLayer:
     size_bytes: int  # on the disk of the node
     entries: int
     notes: str = ""  # what of it a layer cannot hold, in words
+    merged: bool = False  # it has what the layers right below it had, too
 
 
 class Capture(Protocol):
@@ -148,8 +149,11 @@ class Capture(Protocol):
         """Copies what has changed since; nothing inside may run meanwhile. How many bytes. Raises DeadlineError."""
         ...
 
-    async def keep(self) -> CapturedLayer:
-        """Makes the layer. It is held until `close`; who wants it for longer holds it by then."""
+    async def keep(self, run: tuple[str, ...] = ()) -> CapturedLayer:
+        """Makes the layer, one with `run` (layers right below it, lowest first, held by the caller) where that can be.
+
+        It is held until `close`; who wants it for longer holds it by then.
+        """
         ...
 
     async def close(self) -> None:

@@ -64,8 +64,8 @@ class CaptureProcess:
     async def take(self, *, within_s: float) -> MirrorAnswer:
         return await self._ask(MirrorStep(do=TAKE, within_s=within_s))
 
-    async def keep(self) -> MirrorAnswer:
-        return await self._ask(MirrorStep(do=KEEP))
+    async def keep(self, run: tuple[str, ...] = ()) -> MirrorAnswer:
+        return await self._ask(MirrorStep(do=KEEP, run=run))
 
     async def close(self) -> None:
         """Idempotent."""

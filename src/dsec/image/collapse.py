@@ -130,12 +130,16 @@ class _Directory:
 
 
 class Merge:
-    """Layers, highest first, into the empty directory `target`; `below` is the view of what lies under them."""
+    """Layers, highest first, into the empty directory `target`; `below` is the view of what lies under them.
 
-    def __init__(self, tops: Sequence[int], below: int | None, target: Path) -> None:
+    `blind`: nobody has looked what does, so all stays that may hide something of it.
+    """
+
+    def __init__(self, tops: Sequence[int], below: int | None, target: Path, *, blind: bool = False) -> None:
         self._tops = tops
         self._below = below
         self._target = target
+        self._blind = blind
         self._links: dict[tuple[int, int], bytes] = {}
         self._made: list[_Directory] = []
         self._entries = 0
@@ -144,7 +148,7 @@ class Merge:
         """Raises LimitError, or OSError when a layer cannot be read or the target not be written."""
         root = os.open(self._target, _DIRECTORY)
         try:
-            left = [_Directory(b"", list(range(len(self._tops))), self._below is not None)]
+            left = [_Directory(b"", list(range(len(self._tops))), self._blind or self._below is not None)]
             while left:
                 here = left.pop()
                 self._made.append(here)
@@ -172,11 +176,13 @@ class Merge:
                 first = names[name][0]
                 info = os.stat(name, dir_fd=sources[first], follow_symlinks=False)
                 if is_whiteout(info):
-                    if _stat(below, name) is not None:
+                    if (self._blind and here.shows_below) or _stat(below, name) is not None:
                         os.mknod(name, stat.S_IFCHR, 0, dir_fd=target)
                 elif stat.S_ISDIR(info.st_mode):
                     os.mkdir(name, 0o700, dir_fd=target)
-                    children.append(_merged(path, name, [(layer, sources[layer]) for layer in names[name]], below))
+                    under = _stat(below, name)
+                    shows = here.shows_below if self._blind else under is not None and stat.S_ISDIR(under.st_mode)
+                    children.append(_merged(path, name, [(layer, sources[layer]) for layer in names[name]], shows))
                 else:
                     self._copy(root, target, path, name, info, first, sources[first])
         return children
@@ -213,8 +219,9 @@ class Merge:
             raise LimitError(f"more than {limits.IMAGE_ENTRIES_MAX} entries in the collapsed layer")
 
 
-def _merged(path: bytes, name: bytes, sources: list[tuple[int, int]], below: int | None) -> _Directory:
-    """The directory `name` of the highest layer with those of lower ones that show through it."""
+def _merged(path: bytes, name: bytes, sources: list[tuple[int, int]], shows: bool) -> _Directory:
+    """The directory `name` of the highest layer with those of lower ones that show through it; with `shows` also what
+    lies below the run."""
     layers = []
     cut = False
     for layer, fd in sources:
@@ -226,8 +233,6 @@ def _merged(path: bytes, name: bytes, sources: list[tuple[int, int]], below: int
         if is_opaque(fd, name):
             cut = True
             break
-    under = _stat(below, name)
-    shows = under is not None and stat.S_ISDIR(under.st_mode)
     return _Directory(path, layers, shows_below=shows and not cut, opaque=shows and cut)
 
 

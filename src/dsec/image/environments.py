@@ -232,8 +232,11 @@ class EnvironmentStore:
         digests = stack_layers(part.layers for part in parts)
         if collapsed:
             digests = self.runs.shorten(digests)
-        if len(digests) > limits.LOWERS_MAX:
-            raise LimitError(f"an environment has at most {limits.LOWERS_MAX} layers, not {len(digests)}")
+        if collapsed and len(digests) > limits.LOWERS_MAX:
+            raise LimitError(
+                f"a sandbox has at most {limits.LOWERS_MAX} layers below it, not {len(digests)}",
+                hint="runs of layers of a named environment are made one by themselves (`dsec layer collapse NAME`)",
+            )
         config = merge_configs(config_of(part) for part in parts)
         return LockedEnvironment(
             layers=tuple(self._layer(digest, parts) for digest in digests),

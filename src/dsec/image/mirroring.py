@@ -18,7 +18,9 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from dsec.core.errors import InvalidArgumentError
+from dsec.core.errors import DsecError, InvalidArgumentError
+from dsec.core.limits import COLLAPSE_BYTES_MAX
+from dsec.image.collapse import Merge, opened_top
 from dsec.image.make import make_layer, typed
 from dsec.storage.layers import LayerStore
 from dsec.storage.mirror import Mapped, Mirror, Pass
@@ -49,6 +51,7 @@ class MirrorStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     mapped: list[bytes] = []  # look: paths that may be mapped for writing
     sure: bool = True  # look: nothing else is
     within_s: float = 0.0  # take
+    run: tuple[str, ...] = ()  # keep: layers right below it, lowest first, that it is to be made one with
 
 
 class MirrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +64,7 @@ class MirrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""  # keep
     size_bytes: int = 0  # keep: of the layer on the disk
     notes: str = ""  # what a layer cannot hold
+    merged: bool = False  # keep: it has what the run has, too
     error: ErrorBody | None = None
 
 
@@ -93,19 +97,44 @@ def _serve(lines: BinaryIO, stack: ExitStack) -> None:
         elif step.do == TAKE:
             _tell(_passed(mirror.take(within_s=step.within_s)))
         elif step.do == KEEP:
-            _tell(_kept(mirror, store, work, stack))
+            _tell(_kept(mirror, store, work, step.run, stack))
         elif step.do == END:
             return
         else:
             raise InvalidArgumentError(f"there is no step {step.do[:40]!r}")
 
 
-def _kept(mirror: Mirror, store: LayerStore, work: Path, stack: ExitStack) -> MirrorAnswer:
-    lease = stack.enter_context(make_layer(store, mirror.build(), work, _quiet))
+def _kept(mirror: Mirror, store: LayerStore, work: Path, run: tuple[str, ...], stack: ExitStack) -> MirrorAnswer:
+    tree = mirror.build()
+    merged = _merged(store, tree, run, work / "merged") if run else None
+    lease = stack.enter_context(make_layer(store, merged or tree, work, _quiet))
     record = store.record(lease.digests[0])
     return MirrorAnswer(
-        digest=record.digest, size_bytes=record.size_bytes, entries=record.entries, notes=str(mirror.dropped)
+        digest=record.digest,
+        size_bytes=record.size_bytes,
+        entries=record.entries,
+        notes=str(mirror.dropped),
+        merged=merged is not None,
     )
+
+
+def _merged(store: LayerStore, tree: Path, run: tuple[str, ...], target: Path) -> Path | None:
+    """The tree with what its run has below it; None when that is not possible, or too large to be worth it."""
+    size = sum(store.record(digest).size_bytes for digest in run)
+    if size > COLLAPSE_BYTES_MAX:
+        return None
+    try:
+        require_free(store.state, 2 * size)
+        with ExitStack() as opened:
+            tops = [os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)]
+            opened.callback(os.close, tops[0])
+            tops += [opened_top(store.get(digest), opened) for digest in reversed(run)]
+            target.mkdir(mode=0o755)
+            Merge(tops, None, target, blind=True).run()
+    except (DsecError, OSError) as error:
+        print(f"{len(run)} layers stay as they are: {typed(error).message}", file=sys.stderr)
+        return None
+    return target
 
 
 def _passed(done: Pass) -> MirrorAnswer:

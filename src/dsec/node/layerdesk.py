@@ -41,12 +41,12 @@ class LayerDesk:
 
     async def _compose(self, request: ComposeRequest, caller: Caller, _: str | None) -> EnvironmentInfo:
         info = await self._node.environments.compose(request)
-        self._node.collapse_soon(info)
+        await self._node.collapse_soon(info)
         return info
 
     async def _update(self, request: EnvironmentRef, caller: Caller, _: str | None) -> EnvironmentInfo:
         info = await self._node.environments.update(request.name)
-        self._node.collapse_soon(info)
+        await self._node.collapse_soon(info)
         return info
 
     async def _diff(self, request: DiffRequest, caller: Caller, _: str | None) -> EnvironmentDiff:

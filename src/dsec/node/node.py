@@ -23,7 +23,7 @@ from dsec.core.errors import (
     UnsupportedError,
 )
 from dsec.core.ids import NodeId, node_of, parse_sandbox_id
-from dsec.core.limits import COLLAPSE_ABOVE
+from dsec.core.limits import COLLAPSE_ABOVE, LOWERS_MAX
 from dsec.core.spec import Substrate
 from dsec.core.states import EndCause
 from dsec.node.admission import Room, memory_promised_max
@@ -359,10 +359,14 @@ class Node:
         """Of sandboxes and snapshots."""
         return {digest for sandbox in self.registry for digest in sandbox.row.layers} | self.snapshots.layers()
 
-    def collapse_soon(self, environment: EnvironmentInfo) -> None:
-        """Beside other work: with many layers, runs of them are made one. It is of use as it is, too."""
-        if len(environment.layers) > COLLAPSE_ABOVE:
-            self._tasks.spawn(self._collapse(environment.name))
+    async def collapse_soon(self, environment: EnvironmentInfo) -> None:
+        """Beside other work: with many layers, runs of them are made one. It is of use as it is, too, unless they are
+        more than a sandbox can have: then this returns when that is done."""
+        if len(environment.layers) <= COLLAPSE_ABOVE:
+            return
+        task = self._tasks.spawn(self._collapse(environment.name))
+        if len(environment.layers) > LOWERS_MAX:
+            await asyncio.wait([task])
 
     async def _collapse(self, name: str) -> None:
         async for event in self.environments.collapse(CollapseRequest(name=name)):

@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 from weakref import WeakValueDictionary
@@ -17,9 +17,11 @@ from dsec.core import limits
 from dsec.core.errors import (
     CapacityError,
     ConflictError,
+    DeadlineError,
     DsecError,
     IdempotencyError,
     LimitError,
+    Outcome,
     UnsupportedError,
 )
 from dsec.core.ids import new_snapshot_id
@@ -242,18 +244,22 @@ class Snapshots:
     async def _captured(self, sandbox: Supervisor) -> Captured:
         instance = await sandbox.present_instance()
         below = sandbox.row.layers
-        if len(below) >= limits.LOWERS_MAX:
-            raise LimitError(
-                f"the sandbox has {limits.LOWERS_MAX} layers below it, and there can be no more",
-                hint="publish one of its snapshots, and go on from there",
-            )
+        run = _run_to_merge(below, sandbox.row.base or below)
         held = await self._environments.hold(below)
         try:
             capture = await instance.snapshot()
             try:
-                frozen_ms = await self._copy(sandbox, instance, capture)
-                made = await capture.keep()
+                async with _at_most(limits.SNAPSHOT_MAKE_S_MAX):
+                    frozen_ms = await self._copy(sandbox, instance, capture)
+                    made = await capture.keep(run)
+                if made.merged:
+                    below = below[: -len(run)]
                 layers = tuple(dict.fromkeys(reversed((*below, made.digest))))[::-1]
+                if len(layers) > limits.LOWERS_MAX:
+                    raise LimitError(
+                        f"the sandbox has {len(below)} layers below it, and there can be no more",
+                        hint="they could not be made fewer: see the node's log, and `dsec layer collapse`",
+                    )
                 hold = await self._environments.hold(layers)
             except BaseException:
                 await asyncio.shield(capture.close())
@@ -378,6 +384,33 @@ class Snapshots:
             self._store.let_go(row.info.project, row.info.name)
         log.info("snapshot removed", snapshot=row.info.id)
         await self._collect()
+
+
+def _run_to_merge(below: tuple[str, ...], base: tuple[str, ...]) -> tuple[str, ...]:
+    """The layers of snapshots that the next becomes one with, so that no chain ends; mostly none. Pure.
+
+    Where the environment has about as many as there can be, its own highest are among them.
+    """
+    start = 0
+    while start < len(below) and below[start] in base:
+        start += 1
+    if len(below) >= limits.LOWERS_MAX:
+        return below[min(start, limits.LOWERS_MAX // 2) :]
+    return below[start:] if len(below) - start >= limits.SNAPSHOT_CHAIN_MAX else ()
+
+
+@asynccontextmanager
+async def _at_most(seconds: float) -> AsyncIterator[None]:
+    """Raises DeadlineError for what takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"the snapshot was not made within {seconds:g} s",
+            outcome=Outcome.UNCHANGED,
+            hint="the sandbox has written too much, or the disk is too slow",
+        ) from error
 
 
 async def _close(capture: Capture) -> None:

@@ -43,9 +43,9 @@ class ContainerCapture:
     async def take(self, *, within_s: float) -> int:
         return (await self._process.take(within_s=within_s)).copied_bytes
 
-    async def keep(self) -> CapturedLayer:
-        made = await self._process.keep()
-        return CapturedLayer(made.digest, made.size_bytes, made.entries, made.notes)
+    async def keep(self, run: tuple[str, ...] = ()) -> CapturedLayer:
+        made = await self._process.keep(run)
+        return CapturedLayer(made.digest, made.size_bytes, made.entries, made.notes, made.merged)
 
     async def close(self) -> None:
         await self._process.close()

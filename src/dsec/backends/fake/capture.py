@@ -31,13 +31,13 @@ class FakeCapture:
         self._taken = self._sandbox.agent.files.copy(self._sandbox.wall_ns)
         return self._taken.used_bytes
 
-    async def keep(self) -> CapturedLayer:
+    async def keep(self, run: tuple[str, ...] = ()) -> CapturedLayer:
         await self._step("keep")
         assert self._taken is not None
         digest = hashlib.sha256(b"fake layer %d" % self._host.next_serial()).hexdigest()
         self._host.layers[digest] = self._taken
         entries = sum(1 for _ in self._taken.walk(b"/"))
-        return CapturedLayer(digest, self._taken.used_bytes, entries)
+        return CapturedLayer(digest, self._taken.used_bytes, entries, merged=bool(run))
 
     async def close(self) -> None:
         """Nothing is on the way here."""
