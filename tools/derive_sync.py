@@ -27,6 +27,8 @@ MODULES = (
     "layers",
     "volumes",
     "tokens",
+    "projects",
+    "grants",
     "snapshots",
     "sandbox",
     "client",

@@ -42,9 +42,11 @@ if TYPE_CHECKING:
     from dsec.sdk.environments import AsyncEnvironments as AsyncEnvironments
     from dsec.sdk.files import AsyncFiles as AsyncFiles
     from dsec.sdk.files import AsyncWatch as AsyncWatch
+    from dsec.sdk.grants import AsyncGrants as AsyncGrants
     from dsec.sdk.layers import AsyncLayers as AsyncLayers
     from dsec.sdk.ports import AsyncConnection as AsyncConnection
     from dsec.sdk.process import AsyncProcess as AsyncProcess
+    from dsec.sdk.projects import AsyncProjects as AsyncProjects
     from dsec.sdk.pty import AsyncPty as AsyncPty
     from dsec.sdk.results import Chunk as Chunk
     from dsec.sdk.results import ExecResult as ExecResult
@@ -58,8 +60,10 @@ if TYPE_CHECKING:
     from dsec.sdk.sync import Created as Created
     from dsec.sdk.sync import Environments as Environments
     from dsec.sdk.sync import Files as Files
+    from dsec.sdk.sync import Grants as Grants
     from dsec.sdk.sync import Layers as Layers
     from dsec.sdk.sync import Process as Process
+    from dsec.sdk.sync import Projects as Projects
     from dsec.sdk.sync import Pty as Pty
     from dsec.sdk.sync import Sandbox as Sandbox
     from dsec.sdk.sync import Session as Session
@@ -94,6 +98,9 @@ if TYPE_CHECKING:
     from dsec.wire.environments import RegistrySource as RegistrySource
     from dsec.wire.environments import StoreSource as StoreSource
     from dsec.wire.environments import TarSource as TarSource
+    from dsec.wire.iam import Caps as Caps
+    from dsec.wire.iam import Policy as Policy
+    from dsec.wire.iam import Quota as Quota
     from dsec.wire.images import ArchiveTarget as ArchiveTarget
     from dsec.wire.images import Compression as Compression
     from dsec.wire.images import ExportedImage as ExportedImage
@@ -131,6 +138,13 @@ _NAMES: Final[dict[str, str]] = {
     "AsyncSnapshot": "dsec.sdk.snapshots",
     "AsyncSnapshots": "dsec.sdk.snapshots",
     "AsyncTokens": "dsec.sdk.tokens",
+    "AsyncProjects": "dsec.sdk.projects",
+    "AsyncGrants": "dsec.sdk.grants",
+    "Projects": "dsec.sdk.sync",
+    "Grants": "dsec.sdk.sync",
+    "Quota": "dsec.wire.iam",
+    "Caps": "dsec.wire.iam",
+    "Policy": "dsec.wire.iam",
     "AsyncVolumes": "dsec.sdk.volumes",
     "AsyncWatch": "dsec.sdk.files",
     "BuildEvent": "dsec.wire.environments",

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from dsec.api.admission import Admission
 from dsec.api.app import Application
 from dsec.api.gate import Gate
 from dsec.api.keeper import Keeper
@@ -21,7 +22,8 @@ from dsec.api.server import HttpServer, TcpAddress
 from dsec.cluster.rpc import EmbeddedRpc
 from dsec.core.ids import NodeId
 from dsec.iam.peers import Peer, local_principal
-from dsec.iam.tokens import TokenStore
+from dsec.iam.principals import highest_right
+from dsec.iam.service import Iam
 from dsec.wire.node import NodeService
 
 ADMIN = local_principal(Peer(pid=1, uid=0, gid=0))
@@ -34,12 +36,13 @@ class Served:
     server: HttpServer
     rpc: EmbeddedRpc
     keeper: Keeper
-    tokens: TokenStore
+    iam: Iam
     local: aiohttp.ClientSession  # over the UNIX socket, admin
     remote: aiohttp.ClientSession  # over TCP, without credentials
 
     async def token(self, project: str, *rights: str) -> dict[str, str]:
-        text, _ = await self.tokens.create("test", project=project, rights=set(rights), by=ADMIN)
+        right = highest_right(rights)
+        text, _ = await self.iam.tokens.create("test", project=project, right=right, by=ADMIN)
         return {"Authorization": f"Bearer {text}"}
 
     async def quiet(self) -> None:
@@ -49,10 +52,13 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serve(service: NodeService, node: NodeId, directory: Path) -> AsyncIterator[Served]:
-    tokens = TokenStore.open(directory / "iam.db")
+    iam = await Iam.open(directory)
     rpc = EmbeddedRpc(service, node)
     keeper = Keeper()
-    services = Services(rpc=rpc, node=node, tokens=tokens, gate=Gate(tokens), keeper=keeper, version="9")
+    admission = Admission(iam.directory, rpc, lambda: [node])
+    services = Services(
+        rpc=rpc, node=node, iam=iam, gate=Gate(iam.directory), keeper=keeper, admission=admission, version="9"
+    )
     server = HttpServer(Application(RouteTable(ROUTES), services))
     path = directory / "api.sock"
     await server.listen_unix(path)
@@ -62,12 +68,13 @@ async def serve(service: NodeService, node: NodeId, directory: Path) -> AsyncIte
         aiohttp.ClientSession(f"http://127.0.0.1:{address.port}") as remote,
     ):
         try:
-            yield Served(path, address, server, rpc, keeper, tokens, local, remote)
+            yield Served(path, address, server, rpc, keeper, iam, local, remote)
         finally:
             await server.close(grace_s=0)
             await keeper.close()
             await rpc.close()
-            tokens.close()
+            await admission.close()
+            await iam.close()
 
 
 async def until(condition: Callable[[], Any], *, deadline_s: float = 60.0) -> None:

@@ -111,11 +111,11 @@ async def test_a_followed_output_ends_when_its_token_is_revoked(api: Served, nod
     node.output = [data_frame(b"begun")]
     headers = await api.token("/mine", "use")
     sandbox = await _sandbox(api, headers)
-    (token,) = api.tokens.tokens(by=ADMIN)
+    (token,) = api.iam.tokens.list(by=ADMIN)
     url = f"/v1/sandboxes/{sandbox}/execs/exe_aaaaaaaaaaaaaaaa/output"
 
     async with api.remote.get(url, headers={**headers, "Accept": "application/x-dsec-frames"}) as answer:
-        await api.tokens.revoke(token.id, by=ADMIN)
+        await api.iam.tokens.revoke(token.id, by=ADMIN)
         async with asyncio.timeout(30):
             frames = list(FrameDecoder().feed(await answer.read()))
 
@@ -128,10 +128,10 @@ async def test_a_watch_ends_when_its_token_is_revoked(api: Served, node: NodeDou
     node.hold[Method.FILE_WATCH] = Held()
     headers = await api.token("/mine", "use")
     sandbox = await _sandbox(api, headers)
-    (token,) = api.tokens.tokens(by=ADMIN)
+    (token,) = api.iam.tokens.list(by=ADMIN)
     socket = await api.remote.ws_connect(f"/v1/sandboxes/{sandbox}/watch?path=/a", headers=headers)
 
-    await api.tokens.revoke(token.id, by=ADMIN)
+    await api.iam.tokens.revoke(token.id, by=ADMIN)
     async with asyncio.timeout(30):
         messages = [message.data async for message in socket]
 
@@ -146,7 +146,7 @@ async def test_an_upload_that_stands_still_ends_with_its_token(
     monkeypatch.setattr(openstreams, "_GRACE_S", 0.05)
     headers = await api.token("/mine", "use")
     sandbox = await _sandbox(api, headers)
-    (token,) = api.tokens.tokens(by=ADMIN)
+    (token,) = api.iam.tokens.list(by=ADMIN)
     never = asyncio.Event()
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -157,7 +157,7 @@ async def test_an_upload_that_stands_still_ends_with_its_token(
         api.remote.put(f"/v1/sandboxes/{sandbox}/files?path=/a", data=pieces(), headers=headers).__aenter__()
     )
     await until(lambda: api.rpc.streams_open)
-    await api.tokens.revoke(token.id, by=ADMIN)
+    await api.iam.tokens.revoke(token.id, by=ADMIN)
 
     await until(lambda: not api.rpc.streams_open, deadline_s=30)
     with pytest.raises(aiohttp.ClientError):
@@ -169,7 +169,13 @@ async def test_an_upload_that_stands_still_ends_with_its_token(
 
 
 def _path(path: str, **values: str) -> str:
-    known = {"id": new_sandbox_id(NODE), "exec": "exe_aaaaaaaaaaaaaaaa", "name": "n", "token": "t"} | values
+    known = {
+        "id": new_sandbox_id(NODE),
+        "exec": "exe_aaaaaaaaaaaaaaaa",
+        "name": "n",
+        "token": "t",
+        "grant": "g",
+    } | values
     return path.format_map(known)
 
 
@@ -180,7 +186,9 @@ RECORDS = [route for route in ROUTES if route.body is not None and not isinstanc
 @pytest.mark.parametrize("route", RECORDS, ids=lambda route: route.name)
 async def test_a_record_above_the_bound_is_refused_before_it_has_come(api: Served, route: Route) -> None:
     async with raw(api) as (reader, writer):
-        head = f"{route.method} {_path(route.path)} HTTP/1.1\r\nContent-Length: {limits.BODY_BYTES_MAX + 1}\r\n\r\n"
+        query = "&".join(f"{param.name}=%2Fx" for param in route.params if param.required)
+        target = f"{_path(route.path)}?{query}"
+        head = f"{route.method} {target} HTTP/1.1\r\nContent-Length: {limits.BODY_BYTES_MAX + 1}\r\n\r\n"
         writer.write(head.encode())
         answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
 

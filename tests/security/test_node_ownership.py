@@ -29,10 +29,12 @@ from dsec.wire.node import (
     SetTtl,
     StdinWrite,
 )
+from dsec.wire.plans import PlanRequest
 from dsec.wire.snapshots import Fork, ForkRequest, Rollback, RollbackRequest, SnapshotRequest, SnapshotTake
 
 # Methods that name no sandbox: nothing of another project can be reached by them, or they are for administrators.
 NO_SANDBOX = {
+    Method.HOLDINGS,
     Method.CREATE,
     Method.LIST,
     Method.HEALTH,
@@ -95,6 +97,8 @@ def request_for(method: Method, sandbox: str, exec: str) -> Any:
             return records.SandboxRef(sandbox)
         case Method.SNAPSHOT_TAKE:
             return SnapshotTake(sandbox, SnapshotRequest())
+        case Method.CREATE_PLAN:
+            return PlanRequest(fork=Fork(sandbox, ForkRequest()))
         case Method.FORK:
             return Fork(sandbox, ForkRequest())
         case Method.ROLLBACK:

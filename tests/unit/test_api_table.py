@@ -89,10 +89,10 @@ def test_every_route_is_found_with_its_segments() -> None:
     table = RouteTable(ROUTES)
     for route in ROUTES:
         path = route.path.replace("{id}", "I").replace("{exec}", "E").replace("{name}", "N").replace("{token}", "T")
-        path = path.replace("{digest}", "D")
+        path = path.replace("{digest}", "D").replace("{grant}", "G")
         found = table.find(route.method, path.encode())
         assert found.route is route
-        assert set(found.segments.values()) <= {"I", "E", "N", "T", "D"}
+        assert set(found.segments.values()) <= {"I", "E", "N", "T", "D", "G"}
 
 
 @pytest.mark.parametrize(

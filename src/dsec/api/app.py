@@ -15,13 +15,16 @@ from dsec.api.request import Answer, ClientGoneError, Receive, Request, Send, Se
 from dsec.api.routing import WEBSOCKET, Handler, Route, RouteTable, SocketHandler
 from dsec.api.websocket import Socket
 from dsec.core.errors import InvalidArgumentError, UnavailableError
+from dsec.iam.secrets import without_tokens
 from dsec.observe.context import ids, new_request_id
 from dsec.observe.metrics import API_REQUESTS
 from dsec.wire.api import TYPE_JSON
 from dsec.wire.codec import to_json
+from dsec.wire.iam import AuditEntry
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
-_CLIENT_GONE: Final = 499  # in metrics only: nothing was answered
+_CLIENT_GONE: Final = 499  # in metrics and the audit log only: nothing was answered
+_TARGET_BYTES_MAX: Final = 512  # of a path, in the audit log
 
 Scope = MutableMapping[str, Any]
 
@@ -49,6 +52,7 @@ class Application:
                     await self._websocket(scope, request, Socket(receive, send, request.id))
         finally:
             request.release()
+        self._note(scope, request)
         route = request.found.route.name if request.found else "none"
         API_REQUESTS.labels(route, str(request.status or _CLIENT_GONE)).inc()
 
@@ -84,11 +88,30 @@ class Application:
             request.status = errors.status_of(error)
             await _refuse(request, socket, error)
 
+    def _note(self, scope: Scope, request: Request) -> None:
+        """Who changed what, or tried to. Those of whom nobody knows who they are have changed nothing."""
+        who, found = request.principal, request.found
+        if who is None or found is None or not found.route.audited:
+            return
+        self.services.iam.audit.note(
+            AuditEntry(
+                at=self.services.iam.directory.now(),
+                principal=who.id or who.name,
+                project=who.project,
+                action=found.route.name,
+                target=without_tokens(scope["raw_path"][:_TARGET_BYTES_MAX].decode("ascii", "replace")),
+                status=request.status or _CLIENT_GONE,
+                request=request.id,
+                token=who.token,
+            )
+        )
+
     def _admit(self, method: str, scope: Scope, request: Request) -> Route:
         found = request.found = self.table.find(method, scope["raw_path"])
         if found.route.right is not None:
             authorization = request.header(b"authorization")
-            request.principal = self.services.gate.principal(authorization, request.peer)
+            within = request.header(b"dsec-project")
+            request.principal = self.services.gate.principal(authorization, request.peer, within)
             check_right(request.principal, found.route.right)
         request.query = parse_query(scope["query_string"], found.route.params)
         if found.route.mutates:

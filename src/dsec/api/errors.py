@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from dsec.core.errors import DsecError, InvalidArgumentError
-from dsec.iam.tokens import PREFIX, without_tokens
+from dsec.iam.secrets import PREFIX, without_tokens
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import to_json
 from dsec.wire.errors import ErrorBody, body_of
@@ -34,6 +34,7 @@ STATUS: Final[dict[str, int]] = {
     "node_retired": 410,
     "limit_exceeded": 413,
     "no_capacity": 429,
+    "quota_exceeded": 429,
     "internal": 500,
     "sandbox_error": 500,
     "launch_failed": 500,

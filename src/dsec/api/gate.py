@@ -1,33 +1,45 @@
-"""Who asks: a token, or the uid at the other end of the local socket."""
+"""Who asks: a token, or the uid at the other end of the local socket; and in which project they act."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from dsec.core.errors import AuthError, DsecError, ForbiddenError
+from dsec.core.errors import AuthError, DsecError, InvalidArgumentError
+from dsec.iam.directory import Directory
 from dsec.iam.peers import Peer, local_principal
-from dsec.iam.principals import Principal
-from dsec.iam.tokens import TokenStore
+from dsec.iam.principals import Principal, missing_right
 from dsec.wire.node import Caller, Right
 
 _SCHEME: Final = b"bearer "
 
 
 class Gate:
-    def __init__(self, tokens: TokenStore) -> None:
-        self._tokens = tokens
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
 
-    def principal(self, authorization: bytes | None, peer: Peer | None) -> Principal:
+    def principal(self, authorization: bytes | None, peer: Peer | None, project: bytes | None = None) -> Principal:
         """A token that is given decides, also on the local socket: so root can act with less.
 
-        Raises AuthError without credentials or with bad ones, ForbiddenError for a local user who may not.
+        Raises AuthError without credentials or with bad ones, ForbiddenError for a local user who may not,
+        NotFoundError for a project that is not there for them.
         """
+        who = self._who(authorization, peer)
+        if project is None:
+            return who
+        try:
+            text = project.decode("ascii")
+        except UnicodeDecodeError as error:
+            raise InvalidArgumentError("the Dsec-Project header holds what no project path does") from error
+        return self._directory.acting_in(who, text)
+
+    def _who(self, authorization: bytes | None, peer: Peer | None) -> Principal:
         if authorization is not None:
             if authorization[: len(_SCHEME)].lower() != _SCHEME:
                 raise AuthError("the Authorization header must be 'Bearer <token>'")
-            return self._tokens.authenticate(authorization[len(_SCHEME) :].strip().decode("latin-1"))
+            return self._directory.authenticate(authorization[len(_SCHEME) :].strip().decode("latin-1"))
         if peer is None:
             raise AuthError("this needs a token", hint="send 'Authorization: Bearer <token>', or set DSEC_TOKEN")
+        self._directory.refresh_if_due()
         return local_principal(peer)
 
     def is_known(self, authorization: bytes | None, peer: Peer | None) -> bool:
@@ -40,7 +52,7 @@ class Gate:
 
 def check_right(principal: Principal, right: Right) -> None:
     if right not in principal.rights:
-        raise ForbiddenError(f"this needs the right {right!s}, which {principal.name!r} does not have")
+        raise missing_right(principal, principal.project, right)
 
 
 def caller_of(principal: Principal) -> Caller:

@@ -25,7 +25,8 @@ _SEGMENTS: Final = {
     "exec": ("id of the exec", r"^exe_[a-z2-7]{16}$"),
     "name": ("a name", r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"),
     "digest": ("digest of the layer, or the beginning of it", r"^[0-9a-f]{12,64}$"),
-    "token": ("id of the token", r"^tok_[0-9a-f]{16}$"),
+    "token": ("id of the token; `self` is the one shown", r"^(tok_[0-9a-f]{16}|self)$"),
+    "grant": ("id of the grant", r"^grt_[0-9a-f]{16}$"),
 }
 _SCHEMAS: Final[dict[Kind, dict[str, Any]]] = {
     Kind.TEXT: {"type": "string"},

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from dsec.api.admission import Admission
 from dsec.api.bodies import Bodies
 from dsec.api.connection import Inbox
 from dsec.api.errors import Headers
@@ -21,7 +22,7 @@ from dsec.core.ids import ExecId, NodeId, SandboxId, node_of, parse_exec_id, par
 from dsec.core.limits import BODY_BYTES_MAX, BODY_IDLE_S, IDEMPOTENCY_KEY_BYTES_MAX, WRITE_STALL_S
 from dsec.iam.peers import Peer
 from dsec.iam.principals import Principal
-from dsec.iam.tokens import TokenStore
+from dsec.iam.service import Iam
 from dsec.wire.api import TYPE_JSON
 from dsec.wire.codec import from_json, pack, to_json, unpack
 from dsec.wire.node import Caller, Method, Stream
@@ -44,9 +45,10 @@ class Services:
 
     rpc: Rpc
     node: NodeId  # where creates go, and what is not about one sandbox
-    tokens: TokenStore
+    iam: Iam
     gate: Gate
     keeper: Keeper
+    admission: Admission
     version: str
     streams: OpenStreams = field(default_factory=OpenStreams)
     bodies: Bodies = field(default_factory=Bodies)
@@ -130,6 +132,12 @@ class Request:
         return parse_exec_id(self.segment("exec"))
 
     @property
+    def who(self) -> Principal:
+        """Of routes that need a right."""
+        assert self.principal is not None
+        return self.principal
+
+    @property
     def caller(self) -> Caller:
         if self._caller is None:
             assert self.principal is not None
@@ -205,7 +213,10 @@ class Request:
 
     async def keyed(self, method: Method, record: Any, *, timeout_s: float) -> bytes:
         """As `call`; with an idempotency key it goes on when the client goes away, and can be asked for again."""
-        work = self.call(method, record, timeout_s=timeout_s)
+        return await self.kept(self.call(method, record, timeout_s=timeout_s))
+
+    async def kept(self, work: Coroutine[Any, Any, T]) -> T:
+        """With an idempotency key it goes on when the client goes away."""
         return await work if self.key is None else await asyncio.shield(self.services.keeper.start(work))
 
     async def forward(
@@ -224,7 +235,9 @@ class Request:
             streams.free(project)
             raise
         authorization = self.header(b"authorization")
-        check = None if authorization is None else lambda: self.services.gate.principal(authorization, self.peer)
+        within = self.header(b"dsec-project")
+        gate = self.services.gate
+        check = None if authorization is None else lambda: gate.principal(authorization, self.peer, within)
         return streams.add(stream, project, check, self._cut)
 
     def _node(self) -> NodeId:

@@ -39,6 +39,13 @@ class Route:
     mutates: bool = False  # takes Idempotency-Key
 
     @property
+    def audited(self) -> bool:
+        """Changes, but for what is done inside a sandbox: its execs, files and sessions have records of their own."""
+        inside = any(part in self.path for part in ("}/execs", "}/files", "}/sessions", "}/archive"))
+        changes = self.method in ("POST", "PUT", "DELETE") and self.path not in ("/v1/calls", "/run_code")
+        return changes and not inside and self.right is not None
+
+    @property
     def name(self) -> str:
         return getattr(self.handler, "__name__", "")
 

@@ -26,6 +26,7 @@ T = TypeVar("T")
 class Settings:
     url: str | None = None
     token: str | None = None
+    project: str | None = None
     json: bool = False  # set by the command that runs
     quiet: bool = False
 
@@ -48,7 +49,7 @@ SandboxName = Annotated[
 def client() -> AsyncClient:
     from dsec.sdk.client import AsyncClient
 
-    return AsyncClient(settings.url, settings.token)
+    return AsyncClient(settings.url, settings.token, project=settings.project)
 
 
 async def find(client: AsyncClient, name: str) -> AsyncSandbox:

@@ -19,12 +19,14 @@ from dsec.cli import (
     environments,
     files,
     gc,
+    grants,
     images,
     layers,
     lists,
     logs,
     manual,
     processes,
+    projects,
     service,
     shell,
     snapshots,
@@ -66,12 +68,16 @@ def options(
         ),
     ] = None,
     token: Annotated[str | None, typer.Option(metavar="TOKEN", help="Default: DSEC_TOKEN.", show_default=False)] = None,
+    project: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Act in this project (default: DSEC_PROJECT, or the token's own)."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing on stderr but errors.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Say the version and end.", is_eager=True, callback=_version)
     ] = False,
 ) -> None:
-    settings.url, settings.token, settings.quiet = url, token, quiet
+    settings.url, settings.token, settings.project, settings.quiet = url, token, project, quiet
     if not quiet:
         _warn()
 
@@ -82,7 +88,7 @@ def _warn() -> None:
         complain(f"warning: {name} is no variable of dsec{f'; did you mean {meant}?' if meant else ' and is ignored'}")
 
 
-for part in (service, doctor, processes, calls, logs, top, lists, shell, files, gc, snapshots):
+for part in (service, doctor, processes, calls, logs, top, lists, shell, files, gc, snapshots, projects):
     part.register(app)
 app.add_typer(calls.app, name="calls")
 app.add_typer(environments.app, name="env")
@@ -91,6 +97,10 @@ app.add_typer(images.app, name="image")
 app.add_typer(snapshots.app, name="snapshot")
 app.add_typer(volumes.app, name="volume")
 app.add_typer(tokens.app, name="token")
+app.add_typer(projects.app, name="project")
+app.add_typer(projects.quota_app, name="quota")
+app.add_typer(grants.app, name="grant")
+app.add_typer(grants.principal_app, name="principal")
 for part in (completion, manual):
     part.register(app)
 

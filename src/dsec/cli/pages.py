@@ -40,6 +40,63 @@ _RESULT: Final = (
 _SANDBOX: Final = "a Sandbox record"
 
 PAGES: Final[dict[str, Page]] = {
+    "project create": Page(
+        "Its parent must be there, and you need the right manage over that.",
+        (("dsec project create /team/run-7", "below /team"),),
+        "a ProjectInfo record",
+    ),
+    "project ls": Page(
+        "", (("dsec project ls /team", "that one and those below it"),), "a list of ProjectInfo records"
+    ),
+    "project show": Page("", (("dsec project show /team", "with its quota and its policy"),), "a ProjectInfo record"),
+    "project rm": Page(
+        "Projects below it, and its sandboxes, go first.", (("dsec project rm /team/run-7", "it is over"),), "removed"
+    ),
+    "project policy": Page(
+        "What is not given stays; `none` takes a rule away. A policy binds the project and all below it. Takes the "
+        "right manage over the project above. Sandboxes that live already are left alone.",
+        (
+            ("dsec project policy /team --cpu 4 --memory 8GiB --ttl 86400", "at most, each"),
+            ("dsec project policy /team --environment 'python-*' --cpu none", "other rules"),
+        ),
+        "a ProjectInfo record",
+    ),
+    "quota show": Page(
+        "A cap of a project counts its sandboxes and those of all projects below it; the nearest to its limit refuses.",
+        (("dsec quota show /team/run-7", "its own caps, and those above it"),),
+        "a QuotaInfo record",
+    ),
+    "quota set": Page(
+        "A cap is at most that of every project above. Takes the right manage over the project above, so that nobody "
+        "sets what binds their own; the root's takes the right admin.",
+        (
+            ("dsec quota set /team --sandboxes 100 --memory 200GiB", "of all together"),
+            ("dsec quota set /team --backend container --cpu 64", "of one substrate"),
+            ("dsec quota set /team --memory none", "takes it away"),
+        ),
+        "a QuotaInfo record",
+    ),
+    "grant add": Page(
+        "It lasts as long as the right that you have it by, and as you: when either goes, so does this. "
+        "Takes the right manage over the project.",
+        (("dsec grant add lead@/team /team/run-7 --right manage", "one may manage it"),),
+        "a GrantInfo record",
+    ),
+    "grant ls": Page("", (("dsec grant ls", "who may do what"),), "a list of GrantInfo records"),
+    "grant rm": Page(
+        "", (("dsec grant rm grt_0123456789abcdef", "from the next request on"),), "revoked: a list of ids"
+    ),
+    "principal ls": Page("", (("dsec principal ls", "who tokens are for"),), "a list of PrincipalInfo records"),
+    "principal rm": Page(
+        "", (("dsec principal rm agent@/team/run-7", "and all that it has handed on"),), "removed: a list of ids"
+    ),
+    "audit": Page(
+        "Changes and refused ones, with who asked; not what runs inside sandboxes (`dsec logs`). Kept for ninety days, "
+        "at most 200,000.",
+        (("dsec audit --principal ci@/team", "what one has done"),),
+        "an AuditPage record: entries and lost",
+    ),
+    "whoami": Page("", (("dsec whoami", "and in which project you act"),), "a WhoAmI record"),
     "up": Page(
         "It answers at its socket and, with --listen, on TCP. In the foreground it logs to stderr until Ctrl-C; with "
         "--detach it goes on by itself and logs to a file in its state directory.\n\n"
@@ -368,8 +425,23 @@ PAGES: Final[dict[str, Page]] = {
         "removed: a list of names",
     ),
     "token create": Page(
-        "The token is printed, this once. Needs the right admin.",
-        (("dsec token create ci --project /team --ttl 86400", "for a day, for one project"),),
+        "The token is printed, this once. It is good for the project and all below it; project, principal and grant "
+        "are made when they are new. Takes the right manage over the project, and gives no more than you have.\n\n"
+        "Rights: read; use (create, run, destroy); manage (projects, tokens, grants, quotas of what is below); admin "
+        "(of / only: environments, the service itself). Each includes the one before.",
+        (
+            ("dsec token create ci --project /team --ttl 86400", "for a day, for one project"),
+            ("dsec token create agent --project /team/run --right manage", "an agent that makes projects of its own"),
+        ),
+        "token, and info: a TokenInfo record",
+    ),
+    "token rotate": Page(
+        "Who holds a token may rotate it, without gaining time by that; so may who manages its project. To revoke a "
+        "token revokes those that came of it by rotation, too.",
+        (
+            ("dsec token rotate --overlap 600", "ten minutes to put the new one in the place of your own"),
+            ("dsec token rotate tok_0123456789abcdef --overlap 0", "one that may have leaked"),
+        ),
         "token, and info: a TokenInfo record",
     ),
     "token ls": Page("", (("dsec token ls", "who may call"),), "a list of TokenInfo records"),

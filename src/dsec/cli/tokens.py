@@ -16,7 +16,9 @@ app = typer.Typer(help="Tokens: who may call over the network.", no_args_is_help
 def create(
     principal: Annotated[str, typer.Argument(help="Who it is for, in your words.", show_default=False)],
     project: Annotated[str, typer.Option(metavar="PATH", help="What it reaches: this project and those below.")] = "/",
-    right: Annotated[list[str] | None, typer.Option(metavar="RIGHT", help="read, use (default) or admin.")] = None,
+    right: Annotated[
+        list[str] | None, typer.Option(metavar="RIGHT", help="read, use (default), manage or admin.")
+    ] = None,
     ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="How long it lives.", show_default=False)] = None,
     json: Json = False,
 ) -> None:
@@ -25,6 +27,26 @@ def create(
     async def work() -> None:
         async with client() as c:
             answer = await c.tokens.create(principal, project=project, rights=right or ["use"], ttl_s=ttl)
+        if settings.json:
+            put_json(answer)
+            return
+        say(f"token {answer.info.id} for {answer.info.principal} in {answer.info.project}; shown this once")
+        print(answer.token)
+
+    run_async(work())
+
+
+def rotate(
+    id: Annotated[str, typer.Argument(metavar="ID", help="Of a token; `self` is the one that you show.")] = "self",
+    overlap: Annotated[float, typer.Option(metavar="SECONDS", help="How long the old one stays good.")] = 3_600,
+    ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="How long the new one lives.")] = None,
+    json: Json = False,
+) -> None:
+    """Make a token in the place of another, which stays good for a while. It is shown this once."""
+
+    async def work() -> None:
+        async with client() as c:
+            answer = await c.tokens.rotate(id, overlap_s=overlap, ttl_s=ttl)
         if settings.json:
             put_json(answer)
             return
@@ -77,5 +99,6 @@ def rm(
 
 
 command(app, create, of="token")
+command(app, rotate, of="token")
 command(app, list_, "ls", of="token")
 command(app, rm, of="token")

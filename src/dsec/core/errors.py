@@ -19,6 +19,7 @@ DsecError                          outcome says what the world looks like now
 │   └── NodeRetiredError           the node that the id names is gone for good
 ├── UnsupportedError               this substrate, host or build cannot do it
 ├── CapacityError                  refused for lack of room; retry_after_s says when to try again
+│   └── QuotaError                 a cap of the project, or of one above it, leaves no room
 ├── DeadlineError                  not done within the time given
 ├── PlatformError                  we failed, not the command
 │   ├── UnavailableError           the service or node cannot be reached
@@ -194,6 +195,13 @@ class CapacityError(DsecError):
 
     code = "no_capacity"
     outcome = Outcome.UNCHANGED
+
+
+class QuotaError(CapacityError):
+    """A cap of the project, or of one above it, leaves no room. `detail` has project, cap, limit, used, reserved and
+    asked. Without `retry_after_s` something has to end first."""
+
+    code = "quota_exceeded"
 
 
 class DeadlineError(DsecError):

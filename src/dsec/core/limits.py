@@ -177,6 +177,25 @@ KEPT_CREATES_MAX: Final = 16_384  # creates with a key that are under way, whoev
 WEBSOCKET_MESSAGE_BYTES_MAX: Final = 1 * MIB + 4  # one frame with its length
 TOKENS_MAX: Final = 100_000  # kept in memory, some 500 bytes each
 TOKEN_TTL_S_MAX: Final = 10 * 366 * 86_400.0  # ten years; what lives longer has no expiry
+TOKEN_OVERLAP_S_DEFAULT: Final = 3_600.0  # an hour; for how long the token before stays good when one is rotated
+PROJECTS_MAX: Final = 100_000  # kept in memory, some 500 bytes each
+PRINCIPALS_MAX: Final = 100_000  # kept in memory, some 300 bytes each
+GRANTS_MAX: Final = 200_000  # kept in memory, some 400 bytes each
+DELEGATIONS_MAX: Final = 16  # grants in a row, each given by the holder of the one before: walked at each first use
+IAM_BATCH_MAX: Final = 500  # keys that one change writes together; below what a stream's atomic batch takes
+IAM_CHANGES_KEPT: Final = 10_000  # deletions that are remembered for replicas; one that is further behind reads all
+IAM_STALE_S: Final = 1.0  # between two looks at what other replicas have changed: a revocation counts within 2 s
+IAM_RETRIES_MAX: Final = 16  # of a change that another replica has overtaken; each saw that one succeed
+PROJECT_PATH_BYTES_MAX: Final = 512  # it is a key of its own, and goes with every call to a node
+AUDIT_ROWS_MAX: Final = 200_000  # the oldest go first
+AUDIT_KEEP_S: Final = 90 * 86_400.0  # ninety days; what must be kept for longer is exported
+AUDIT_QUEUED_MAX: Final = 20_000  # not yet written; above it the oldest are lost, and that is counted
+
+# Quotas
+SLICE_TTL_S: Final = 10.0  # what a replica has leased of a cap and not used within it is void
+SLICE_GRACE_S: Final = 120.0  # more: after that long without a sign of its replica, a slice is taken back
+RATE_WINDOW_S: Final = 1.0  # creations a second are counted in any window as long as this
+ADMISSIONS_WAITING_MAX: Final = 4_096  # creates that wait for a slice of one cap; beyond it they are refused at once
 
 # Streams between API and node
 STREAM_QUEUE_FRAMES_MAX: Final = 256  # one direction of one stream; small frames cost more than their bytes

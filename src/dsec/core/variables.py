@@ -10,6 +10,7 @@ from typing import Final
 VARIABLES: Final = {
     "DSEC_URL": "the service that commands and the SDK speak to: http://host:port, https://… or unix:///path",
     "DSEC_TOKEN": "the token to show to that service",
+    "DSEC_PROJECT": "path of the project to act in, instead of the token's own",
     "DSEC_RUN_DIR": "run directory of the local service, where its socket is",
     "DSEC_STATE_DIR": "state directory of the local service",
     "DSEC_CONFIG": "configuration file of the service, instead of /etc/dsec/dsec.toml",

@@ -1,1 +1,1 @@
-"""Who may ask: projects, principals, tokens."""
+"""Who may ask: projects, principals, grants, tokens, quotas and policies."""

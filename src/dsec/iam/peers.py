@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dsec.core.errors import ForbiddenError
-from dsec.iam.principals import ALL_RIGHTS, Principal
+from dsec.iam.principals import ALL_RIGHTS, Held, Principal, Right
 from dsec.iam.projects import ROOT
 
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred
@@ -37,4 +37,6 @@ def local_principal(peer: Peer, *, own_uid: int | None = None) -> Principal:
         raise ForbiddenError(
             f"uid {peer.uid} may not use this socket", hint="ask the administrator for a token and set DSEC_TOKEN"
         )
-    return Principal(f"uid:{peer.uid}", project=ROOT, rights=ALL_RIGHTS, local=True)
+    name = f"uid:{peer.uid}"
+    held = (Held(ROOT, str(Right.ADMIN)),)
+    return Principal(name, project=ROOT, rights=ALL_RIGHTS, local=True, id=f"{name}@{ROOT}", held=held)

@@ -1,213 +1,148 @@
-"""Tokens: made once, shown once, kept as hashes. Reading is from memory, changes are on disk before they count."""
+"""Tokens: made once, shown once, replaced without a gap, revoked."""
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import hmac
 import math
-import os
-import re
-import secrets
-import sqlite3
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Final
 
-from dsec.core.clock import Clock, SystemClock
-from dsec.core.errors import (
-    AuthError,
-    CapacityError,
-    ForbiddenError,
-    InvalidArgumentError,
-    NotFoundError,
-    StorageError,
-)
-from dsec.core.limits import TOKENS_MAX
-from dsec.iam.principals import Principal, Right, closed_rights
-from dsec.iam.projects import ROOT, parse_project, reaches
+import msgspec
 
-PREFIX: Final = "dsec_"
-
-_SECRET_BYTES: Final = 32
-_TOKEN_LIKE: Final = re.compile(PREFIX + r"[A-Za-z0-9_-]{16,}")
-_TOKEN_CHARS_MAX: Final = 128
-_VERSION: Final = 1
-_COLUMNS: Final = "id, hash, principal, project, rights, created_at, expires_at, revoked_at"
-_SCHEMA: Final = """
-CREATE TABLE IF NOT EXISTS tokens (
-    id TEXT PRIMARY KEY,
-    hash BLOB NOT NULL UNIQUE,
-    principal TEXT NOT NULL,
-    project TEXT NOT NULL,
-    rights TEXT NOT NULL,
-    created_at REAL NOT NULL,
-    expires_at REAL,
-    revoked_at REAL
-) STRICT
-"""
+from dsec.core import limits
+from dsec.core.errors import ConflictError, NotFoundError
+from dsec.iam.change import Change
+from dsec.iam.delegation import Delegation
+from dsec.iam.directory import Directory, is_over, name_of
+from dsec.iam.principals import ORDER, Principal, Right
+from dsec.iam.projects import lineage, parse_project
+from dsec.iam.rows import TokenRow
+from dsec.iam.secrets import digest_of, new_id, new_token
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """What is kept of a token; the token itself is known to its holder only."""
-
-    id: str
-    hash: bytes
-    principal: Principal
-    created_at: float
-    revoked_at: float | None = None
-
-
-class TokenStore:
-    """The tokens of one service.
-
-    store = TokenStore.open(Path("/var/lib/dsec/iam.db"))
-    text, token = await store.create("ci", project="/team", rights={"use"}, ttl_s=3600, by=admin)
-    principal = store.authenticate(text)           # raises AuthError
+class Tokens:
+    """
+    text, token = await tokens.create("ci", project="/team", right="use", ttl_s=3600, by=root)
+    principal = directory.authenticate(text)           # raises AuthError
     """
 
-    def __init__(self, database: sqlite3.Connection, *, clock: Clock) -> None:
-        self._database = database
-        self._clock = clock
-        self._changing = asyncio.Lock()
-        self._by_id: dict[str, Token] = {}
-        self._by_hash: dict[bytes, Token] = {}
-        for row in database.execute(f"SELECT {_COLUMNS} FROM tokens"):
-            self._keep(_token_of(row))
-
-    @classmethod
-    def open(cls, path: Path, *, clock: Clock | None = None) -> TokenStore:
-        """Raises StorageError for a file that is not ours, is damaged, or is of a later version."""
-        try:
-            # The file holds hashes of 256-bit random values: of no use to a reader, yet nobody's business.
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-            database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            try:
-                _prepare(database)
-                return cls(database, clock=clock or SystemClock())
-            except BaseException:
-                database.close()
-                raise
-        except (OSError, sqlite3.Error, ValueError) as error:
-            raise StorageError(f"cannot open the tokens at {path}: {error}") from error
-
-    def authenticate(self, text: str) -> Principal:
-        """Raises AuthError, with the same words whatever is wrong, but for a token that was good once."""
-        digest = _digest(text) if text.startswith(PREFIX) and len(text) <= _TOKEN_CHARS_MAX else b""
-        known = self._by_hash.get(digest)
-        # The look-up may tell by its time something of a hash, and a hash cannot be turned into a token. The
-        # comparison that decides takes constant time.
-        if known is None or not hmac.compare_digest(known.hash, digest):
-            raise AuthError("the token is not valid", hint="`dsec token create` on the service's machine makes one")
-        if known.revoked_at is not None:
-            raise AuthError("the token was revoked")
-        if known.principal.expires_at is not None and known.principal.expires_at <= self._clock.wall_s():
-            raise AuthError("the token has expired")
-        return known.principal
+    def __init__(self, directory: Directory, delegation: Delegation) -> None:
+        self._directory = directory
+        self._delegation = delegation
 
     async def create(
-        self, name: str, *, project: str, rights: set[str], ttl_s: float | None = None, by: Principal
-    ) -> tuple[str, Token]:
-        """The token's text and what is kept of it.
+        self, name: str, *, project: str, right: str = "use", ttl_s: float | None = None, by: Principal
+    ) -> tuple[str, TokenRow]:
+        """The token's text and what is kept of it. Project, principal and grant are made when they are new.
 
-        Raises ForbiddenError when `by` would give more than it has: project, rights or time.
+        `name`: of a principal of the project, or the id of any; the token is good for that project and those below.
+
+        Raises ForbiddenError when `by` would give more than it has: project, right or time.
         """
-        principal = Principal(name, project=parse_project(project), rights=closed_rights(rights))
-        _check_grant(principal, by)
-        async with self._changing:
-            if len(self._by_id) >= TOKENS_MAX:
-                await self._forget_ended()
-            if len(self._by_id) >= TOKENS_MAX:
-                raise CapacityError(f"there are {TOKENS_MAX} tokens already", hint="revoke some: `dsec token rm`")
-            now = self._clock.wall_s()
-            ends = [end for end in (None if ttl_s is None else now + ttl_s, by.expires_at) if end is not None]
-            text = PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
-            principal = replace(principal, expires_at=min(ends, default=None))
-            token = Token(f"tok_{secrets.token_hex(8)}", _digest(text), principal, now)
-            await self._execute(f"INSERT INTO tokens ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", _row_of(token))
-            self._keep(token)
-        return text, token
+        directory, project, right = self._directory, parse_project(project), str(Right(right))
+        text = new_token()
 
-    def tokens(self, *, by: Principal) -> list[Token]:
-        """Those of projects that `by` reaches, newest first."""
-        found = [token for token in self._by_id.values() if reaches(by.project, token.principal.project)]
-        return sorted(found, key=lambda token: token.created_at, reverse=True)
+        def decide(change: Change) -> TokenRow:
+            held = directory.may_give(by, project, right)
+            change.rely_on(held)
+            for path in lineage(project):
+                if directory.view.project(path) is None:
+                    directory.new_project(change, path, by)
+            who = self._delegation.principal_for(change, name, project, by)
+            lasting = directory.end_of(None, by, held)
+            if not self._delegation.has(who.id, project, right, lasting):
+                self._delegation.give(change, who, project, right, lasting, held=held, by=by)
+            directory.check_room("tokens", project)
+            id = new_id("tok")
+            row = TokenRow(
+                id=id,
+                hash=digest_of(text),
+                principal=who.id,
+                project=project,
+                right=right,
+                created_at=directory.now(),
+                created_by=name_of(by),
+                expires_at=directory.end_of(ttl_s, by, held),
+                family=id,
+            )
+            change.put(row)
+            change.touch(project)
+            return row
 
-    async def revoke(self, id: str, *, by: Principal) -> Token:
-        """Takes effect with the next request. Idempotent. Raises NotFoundError, also for another project's token."""
-        async with self._changing:
-            token = self._by_id.get(id)
-            if token is None or not reaches(by.project, token.principal.project):
-                raise NotFoundError(f"there is no token {id[:40]!r}")
-            if token.revoked_at is None:
-                token = replace(token, revoked_at=self._clock.wall_s())
-                await self._execute("UPDATE tokens SET revoked_at = ? WHERE id = ?", (token.revoked_at, id))
-                self._keep(token)
-            return token
+        await directory.make_room(project)
+        return text, await directory.change(decide)
 
-    def close(self) -> None:
-        self._database.close()
+    async def rotate(
+        self, id: str, *, overlap_s: float, ttl_s: float | None = None, by: Principal
+    ) -> tuple[str, TokenRow]:
+        """A new token in the place of one that is good, which ends `overlap_s` from now at the latest.
 
-    async def _forget_ended(self) -> None:
-        """Those that were revoked, or whose time is over: whoever still has one is told that it is not valid."""
-        now = self._clock.wall_s()
-        await self._execute("DELETE FROM tokens WHERE revoked_at IS NOT NULL OR expires_at <= ?", (now,))
-        for token in list(self._by_id.values()):
-            if token.revoked_at is not None or (token.principal.expires_at or math.inf) <= now:
-                del self._by_id[token.id], self._by_hash[token.hash]
+        Who holds a token may rotate it, without gaining time by that; so may who manages its project.
+        """
+        directory, text = self._directory, new_token()
 
-    async def _execute(self, statement: str, values: tuple[Any, ...]) -> None:
-        try:
-            # Memory changes after the disk, never before: what was answered is what a restart finds.
-            await asyncio.to_thread(self._database.execute, statement, values)
-        except sqlite3.Error as error:
-            raise StorageError(f"cannot write the tokens: {error}") from error
+        def decide(change: Change) -> TokenRow:
+            old = self._one(id, by)
+            now = directory.now()
+            if is_over(old, now):
+                raise ConflictError("the token is not good any more", hint="make a new one: dsec token create")
+            wanted = old.expires_at if ttl_s is None else now + ttl_s
+            if by.token == id:
+                ends = [end for end in (wanted, old.expires_at) if end is not None]
+            else:
+                held = directory.may_give(by, old.project, old.right)
+                change.rely_on(held)
+                ends = [end for end in (wanted, by.expires_at, held.expires_at) if end is not None]
+            directory.check_room("tokens", old.project)
+            until = min(now + overlap_s, math.inf if old.expires_at is None else old.expires_at)
+            row = msgspec.structs.replace(
+                old,
+                id=new_id("tok"),
+                hash=digest_of(text),
+                created_at=now,
+                created_by=name_of(by),
+                expires_at=min(ends, default=None),
+                generation=old.generation + 1,
+            )
+            change.put(msgspec.structs.replace(old, expires_at=until), row)
+            change.touch(old.project)
+            if (who := directory.view.principal(old.principal)) is not None:
+                change.put(who)
+            return row
 
-    def _keep(self, token: Token) -> None:
-        self._by_id[token.id] = token
-        self._by_hash[token.hash] = token
+        await directory.make_room("/")
+        return text, await directory.change(decide)
 
+    def list(self, *, by: Principal) -> list[TokenRow]:
+        """Those of projects that `by` manages, newest first."""
+        self._directory.refresh_if_due()
+        rows = [row for row in self._directory.view.rows.values() if isinstance(row, TokenRow)]
+        found = [row for row in rows if by.best(row.project, Right.MANAGE) is not None]
+        return sorted(found, key=lambda row: row.created_at, reverse=True)
 
-def without_tokens(text: str) -> str:
-    """`text` with what looks like a token cut to its first letters."""
-    return _TOKEN_LIKE.sub(f"{PREFIX}…", text)
+    async def revoke(self, id: str, *, by: Principal) -> TokenRow:
+        """And those that came of it by rotation: who has stolen one may have rotated it. Takes effect here with the
+        next request. Idempotent. Raises NotFoundError, also for another project's token."""
 
+        def decide(change: Change) -> bool:
+            row = self._one(id, by)
+            later = [
+                each
+                for each in self._directory.view.tokens_of(row.principal)
+                if each.family == row.family and each.generation > row.generation
+            ]
+            due = [each for each in (row, *later) if each.revoked_at is None]
+            now = self._directory.now()
+            for each in due[: limits.IAM_BATCH_MAX]:
+                change.put(msgspec.structs.replace(each, revoked_at=now))
+            return len(due) <= limits.IAM_BATCH_MAX
 
-def _prepare(database: sqlite3.Connection) -> None:
-    version = database.execute("PRAGMA user_version").fetchone()[0]
-    if version > _VERSION:
-        raise ValueError(f"its version is {version}; this dsec knows {_VERSION}")
-    database.execute("PRAGMA journal_mode = WAL")
-    database.execute("PRAGMA synchronous = FULL")  # a revocation that was answered must not come undone
-    database.execute(_SCHEMA)
-    database.execute(f"PRAGMA user_version = {_VERSION}")
+        await self._directory.change_in_pieces(decide)
+        row = self._directory.view.token(id)
+        if row is None:
+            raise NotFoundError(f"there is no token {id[:40]!r}")
+        return row
 
-
-def _check_grant(wanted: Principal, by: Principal) -> None:
-    if Right.ADMIN in wanted.rights and wanted.project != ROOT:
-        raise InvalidArgumentError(
-            "the right admin is over the whole service, so its project is '/'",
-            hint="a project's tokens have use or read",
-        )
-    if not reaches(by.project, wanted.project):
-        raise ForbiddenError(f"{by.project} may not make tokens for {wanted.project}")
-    missing = wanted.rights - by.rights
-    if missing:
-        raise ForbiddenError(f"nobody can give rights that they do not have: {', '.join(sorted(missing))}")
-
-
-def _row_of(token: Token) -> tuple[Any, ...]:
-    who = token.principal
-    rights = " ".join(sorted(who.rights))
-    return token.id, token.hash, who.name, who.project, rights, token.created_at, who.expires_at, token.revoked_at
-
-
-def _token_of(row: tuple[Any, ...]) -> Token:
-    id, hash, name, project, rights, created_at, expires_at, revoked_at = row
-    principal = Principal(name, project=project, rights=closed_rights(rights.split()), expires_at=expires_at)
-    return Token(id, hash, principal, created_at, revoked_at)
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+    def _one(self, id: str, by: Principal) -> TokenRow:
+        row = self._directory.view.token(id)
+        held = None if row is None else by.best(row.project, Right.MANAGE)
+        if row is None or (by.token != id and (held is None or ORDER[row.right] > ORDER[held.right])):
+            raise NotFoundError(f"there is no token {id[:40]!r}")
+        return row

@@ -45,7 +45,9 @@ from dsec.observe import metrics
 from dsec.observe.logs import get_logger
 from dsec.wire import agent
 from dsec.wire.codec import pack
+from dsec.wire.errors import body_of
 from dsec.wire.node import Caller
+from dsec.wire.plans import CreatePlan
 from dsec.wire.records import CreateRequest, ExecRequest, Sandbox
 
 log = get_logger(__name__)
@@ -134,6 +136,31 @@ class Creation:
         buried = self._services.journal.tombstone(row.sandbox)
         return None if buried is None else buried.sandbox
 
+    # -- without one -------------------------------------------------------------------------------
+
+    async def plan(self, request: CreateRequest, caller: Caller, key: str | None) -> CreatePlan:
+        """What `create` would do. Raises what it would raise for a wrong request, IdempotencyError."""
+        known = key is not None and self._known((caller.project, key), _hash(request)) is not None
+        origin = self._origin(request, caller)
+        spec = request.spec if origin is None else origin.spec_for(request.spec)
+        return await self.plan_of(spec, caller.project, origin, known=known)
+
+    async def plan_of(self, spec: SandboxSpec, project: str, origin: Origin | None, *, known: bool) -> CreatePlan:
+        refused = None
+        try:
+            backend = self._backend(spec)
+            self._admit(spec, project)
+            if origin is None:
+                (await self._resolve(spec, backend, None)).hold.release()
+        except DsecError as error:
+            refused = body_of(error)
+        return CreatePlan(node=self._services.journal.node_id, project=project, spec=spec, known=known, refused=refused)
+
+    def _origin(self, request: CreateRequest, caller: Caller) -> Origin | None:
+        if request.snapshot is None:
+            return None
+        return self._snapshots.origin(request.snapshot, project=project_seen(caller), own=caller.project)
+
     # -- one create --------------------------------------------------------------------------------
 
     async def make(self, request: CreateRequest, caller: Caller, origin: Origin, fork: str) -> Sandbox:
@@ -154,8 +181,7 @@ class Creation:
         started = clock.monotonic_s()
         spec = request.spec
         try:
-            if request.snapshot is not None:
-                origin = self._snapshots.origin(request.snapshot, project=project_seen(caller), own=caller.project)
+            origin = self._origin(request, caller) or origin
             if origin is not None:
                 spec = origin.spec_for(spec)
             backend = self._backend(spec)
@@ -224,10 +250,7 @@ class Creation:
         """Admitted and in the registry, so that the next one counts it; nothing is on the host yet."""
         services = self._services
         now = services.clock.wall_s()
-        refused = refusal(spec, self._room())
-        if refused is not None:
-            raise refused
-        self._services.volumes.check(spec, caller.project)
+        self._admit(spec, caller.project)
         row = SandboxRow(
             id=new_sandbox_id(services.journal.node_id),
             project=caller.project,
@@ -252,6 +275,14 @@ class Creation:
             sandbox.uncount()
             raise
         return sandbox
+
+    def _admit(self, spec: SandboxSpec, project: str) -> None:
+        """Raises CapacityError, ConflictError, VolumeNotFoundError."""
+        refused = refusal(spec, self._room())
+        if refused is not None:
+            raise refused
+        self._services.volumes.check(spec, project)
+        self._registry.check_name(project, spec.name)
 
     async def _launch(
         self,

@@ -28,6 +28,7 @@ from dsec.node.tasks import result_of
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack
 from dsec.wire.node import Caller
+from dsec.wire.plans import CreatePlan
 from dsec.wire.records import CreateRequest, Sandbox
 from dsec.wire.snapshots import ForkRequest
 
@@ -72,6 +73,15 @@ class Forks:
         elif running.request_hash != hash:
             raise _mismatch(key)
         return await result_of(running.task)
+
+    async def plan(self, sandbox: Supervisor, request: ForkRequest, key: str | None) -> CreatePlan:
+        """What each of the children would be. Raises IdempotencyError."""
+        hash = hashlib.sha256(pack((sandbox.id, request))).digest()
+        row = sandbox.row
+        known = key is not None and self._known((row.project, key), request.count, hash) is not None
+        origin = origin_of_fork(row, row.layers)
+        spec = origin.spec_for(SandboxSpec(environment=row.spec.environment))
+        return await self._creation.plan_of(spec, row.project, origin, known=known)
 
     def _known(self, scope: tuple[str, str], count: int, hash: bytes) -> list[Sandbox] | None:
         """What the same request gave before, also of those that have ended since."""

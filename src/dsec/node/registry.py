@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dsec.core.errors import ConflictError, InvalidArgumentError
 from dsec.core.ids import parse_sandbox_id
+from dsec.node.holdings import ProjectHoldings
 from dsec.node.supervisor import Supervisor
 
 
@@ -27,20 +28,26 @@ class Registry:
         self._by_name: dict[tuple[str, str], str] = {}
         self._order: list[Place] = []
         self.memory_promised_bytes = 0
+        self.holdings = ProjectHoldings()
+
+    def check_name(self, project: str, name: str | None) -> None:
+        """Raises ConflictError when it is in use in that project."""
+        holder = None if name is None else self._by_name.get((project, name))
+        if holder is not None:
+            raise ConflictError(
+                f"the name {name!r} is in use", hint="names are unique within a project", sandbox=holder
+            )
 
     def add(self, sandbox: Supervisor) -> None:
         """Raises ConflictError when its name is in use in its project."""
+        self.check_name(sandbox.row.project, sandbox.row.spec.name)
         name = self._name(sandbox)
         if name is not None:
-            holder = self._by_name.get(name)
-            if holder is not None:
-                raise ConflictError(
-                    f"the name {name[1]!r} is in use", hint="names are unique within a project", sandbox=holder
-                )
             self._by_name[name] = sandbox.id
         self._by_id[sandbox.id] = sandbox
         insort(self._order, _place(sandbox))
         self.memory_promised_bytes += sandbox.row.spec.memory_bytes
+        self.holdings.add(sandbox.row.project, sandbox.row.spec)
 
     def remove(self, id: str) -> None:
         sandbox = self._by_id.pop(id, None)
@@ -51,6 +58,7 @@ class Registry:
             del self._by_name[name]
         del self._order[bisect_right(self._order, _place(sandbox)) - 1]
         self.memory_promised_bytes -= sandbox.row.spec.memory_bytes
+        self.holdings.remove(sandbox.row.project, sandbox.row.spec)
 
     def find(self, id: str) -> Supervisor | None:
         return self._by_id.get(id)

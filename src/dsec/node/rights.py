@@ -32,6 +32,7 @@ _READ: Final = (
     Method.CALL_POOLS,
 )
 _ADMIN: Final = (
+    Method.HOLDINGS,
     Method.GC,
     Method.VOLUME_CREATE,
     Method.VOLUME_REMOVE,

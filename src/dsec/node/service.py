@@ -40,8 +40,10 @@ from dsec.wire.calls import CallAnswer, CallPoolPage, CallRequest, TaskTypePage
 from dsec.wire.codec import pack, unpack
 from dsec.wire.collect import GcReport, GcRequest
 from dsec.wire.environments import BuildRequest, EnvironmentPage, EnvironmentRef, PushRequest
+from dsec.wire.iam import Holdings, HoldingsQuery
 from dsec.wire.images import ExportRequest
 from dsec.wire.node import Caller, Done, Method, Stream
+from dsec.wire.plans import CreatePlan, PlanRequest
 from dsec.wire.volumes import VolumePage, VolumeRef, VolumeRequest
 
 log = get_logger(__name__)
@@ -60,6 +62,8 @@ class Service:
         desk = LayerDesk(node)
         self._unary: dict[Method, tuple[Any, _Unary]] = {
             Method.CREATE: (records.CreateRequest, self._create),
+            Method.CREATE_PLAN: (PlanRequest, self._create_plan),
+            Method.HOLDINGS: (HoldingsQuery, self._holdings),
             Method.GET: (records.SandboxRef, self._get),
             Method.LIST: (records.ListQuery, self._list),
             Method.DESTROY: (records.SandboxRef, self._destroy),
@@ -172,6 +176,15 @@ class Service:
     async def _create(self, request: records.CreateRequest, caller: Caller, key: str | None) -> records.Sandbox:
         with ids(principal=caller.principal):
             return await self._node.creation.create(request, caller, key)
+
+    async def _create_plan(self, request: PlanRequest, caller: Caller, key: str | None) -> CreatePlan:
+        if request.create is not None:
+            return await self._node.creation.plan(request.create, caller, key)
+        assert request.fork is not None
+        return await self._node.forks.plan(self._sandbox(request.fork.sandbox, caller), request.fork.request, key)
+
+    async def _holdings(self, request: HoldingsQuery, caller: Caller, _: str | None) -> Holdings:
+        return Holdings(self._node.registry.holdings.of(request.projects))
 
     async def _get(self, request: records.SandboxRef, caller: Caller, _: str | None) -> records.Sandbox:
         return self._view(request.id, caller)

@@ -27,8 +27,10 @@ from dsec.core.states import ENDED
 from dsec.sdk.calls import CallResult, make_call, send_call
 from dsec.sdk.endpoint import find_endpoint
 from dsec.sdk.environments import AsyncEnvironments
+from dsec.sdk.grants import AsyncGrants
 from dsec.sdk.layers import AsyncLayers
 from dsec.sdk.lines import json_lines
+from dsec.sdk.projects import AsyncProjects
 from dsec.sdk.requests import CreateOptions, make_spec
 from dsec.sdk.sandbox import AsyncSandbox
 from dsec.sdk.snapshots import AsyncSnapshot, AsyncSnapshots
@@ -39,6 +41,7 @@ from dsec.wire import api
 from dsec.wire.calls import CallCase, CallPool, CallPoolPage, CallRequest, Checker, TaskTypeInfo, TaskTypePage
 from dsec.wire.collect import GcReport, GcRequest
 from dsec.wire.errors import ErrorBody, error_of
+from dsec.wire.iam import AuditPage, WhoAmI
 from dsec.wire.records import BatchItem, BatchRequest, CreateRequest, DoctorReport, Health, SandboxPage
 from dsec.wire.records import Sandbox as SandboxInfo
 
@@ -58,15 +61,24 @@ class AsyncCreated:
 
 
 class AsyncClient:
-    """Speaks to one service. Arguments win over DSEC_URL and DSEC_TOKEN; without any of them it is the service of
-    this machine, which is started when it does not run.
+    """Speaks to one service. Arguments win over DSEC_URL, DSEC_TOKEN and DSEC_PROJECT; without any of them it is the
+    service of this machine, which is started when it does not run. `project`: that it acts in, and no higher.
 
         async with dsec.AsyncClient() as client:
             sandboxes = await client.list()
     """
 
-    def __init__(self, url: str | None = None, token: str | None = None, *, request_timeout_s: float = 60.0) -> None:
-        self._transport = Transport(find_endpoint(url, token), request_timeout_s=request_timeout_s)
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        project: str | None = None,
+        request_timeout_s: float = 60.0,
+    ) -> None:
+        self._transport = Transport(find_endpoint(url, token, project), request_timeout_s=request_timeout_s)
+        self._projects = AsyncProjects(self._transport)
+        self._grants = AsyncGrants(self._transport)
         self._environments = AsyncEnvironments(self._transport)
         self._layers = AsyncLayers(self._transport, self._environments)
         self._volumes = AsyncVolumes(self._transport)
@@ -105,6 +117,29 @@ class AsyncClient:
     def tokens(self) -> AsyncTokens:
         """Who may call over the network."""
         return self._tokens
+
+    @property
+    def projects(self) -> AsyncProjects:
+        """Whose sandboxes they are: projects in projects, with their quotas and policies."""
+        return self._projects
+
+    @property
+    def grants(self) -> AsyncGrants:
+        """Who may do what in which project."""
+        return self._grants
+
+    async def whoami(self) -> WhoAmI:
+        """Who the service takes this client for, and what they may do where."""
+        return await self._transport.call("GET", "/whoami", WhoAmI)
+
+    async def audit(self, *, principal: str | None = None, limit: int = 100, cursor: str | None = None) -> AuditPage:
+        """Who changed what, newest first, in projects that the caller manages; `next` is the cursor of the next page.
+
+        `principal`: only of this one, such as "ci@/team".
+        """
+        query = {"limit": str(limit)}
+        query.update({name: value for name, value in (("principal", principal), ("cursor", cursor)) if value})
+        return await self._transport.call("GET", "/audit", AuditPage, query=query)
 
     # ---- calls ----
 

@@ -21,6 +21,7 @@ class Endpoint:
     socket: str | None = None
     base: str = "http://dsec"
     token: str | None = None
+    project: str | None = None  # to act in, instead of the token's own
     autostart: bool = False  # nothing was asked for: the local service may be started
 
     def __str__(self) -> str:
@@ -30,18 +31,22 @@ class Endpoint:
         return f"Endpoint({self})"  # without the token: this ends up in logs
 
 
-def find_endpoint(url: str | None = None, token: str | None = None) -> Endpoint:
-    """Arguments win over DSEC_URL and DSEC_TOKEN; without either it is the local socket."""
+def find_endpoint(url: str | None = None, token: str | None = None, project: str | None = None) -> Endpoint:
+    """Arguments win over DSEC_URL, DSEC_TOKEN and DSEC_PROJECT; without an address it is the local socket."""
+    project = project if project is not None else os.environ.get(api.ENV_PROJECT) or None
+    if project is not None and (not project.startswith("/") or any(ord(c) <= 32 or ord(c) > 126 for c in project)):
+        raise InvalidArgumentError(f"{project[:80]!r} is not a project path", hint="such as /team/run-7")
     token = token if token is not None else os.environ.get(api.ENV_TOKEN) or None
     url = url if url is not None else os.environ.get(api.ENV_URL) or None
     if token is not None and any(ord(c) <= 32 or ord(c) > 126 for c in token):
         raise InvalidArgumentError("the token holds characters that no token has", hint="look for a line break in it")
     if url is None:
-        return Endpoint(socket=str(local_run_dir() / api.DEFAULT_SOCKET_NAME), token=token, autostart=True)
-    return parse_endpoint(url, token)
+        socket = str(local_run_dir() / api.DEFAULT_SOCKET_NAME)
+        return Endpoint(socket=socket, token=token, project=project, autostart=True)
+    return parse_endpoint(url, token, project)
 
 
-def parse_endpoint(url: str, token: str | None = None) -> Endpoint:
+def parse_endpoint(url: str, token: str | None = None, project: str | None = None) -> Endpoint:
     """`unix:///path`, `http://host:port` or `https://…`. Raises InvalidArgumentError."""
     hint = "write http://host:port, https://host or unix:///path/to/api.sock"
     parts = urlsplit(url)
@@ -49,7 +54,7 @@ def parse_endpoint(url: str, token: str | None = None) -> Endpoint:
         path = unquote(parts.path)
         if parts.netloc or not path.startswith("/") or "\0" in path:
             raise InvalidArgumentError(f"{url[:200]!r} does not name a socket by an absolute path", hint=hint)
-        return Endpoint(socket=path, token=token)
+        return Endpoint(socket=path, token=token, project=project)
     try:
         port_is_fine = parts.port is None or parts.port > 0
     except ValueError:
@@ -58,7 +63,7 @@ def parse_endpoint(url: str, token: str | None = None) -> Endpoint:
         raise InvalidArgumentError(f"{url[:200]!r} is not an address of the service", hint=hint)
     if parts.username or parts.password or parts.query or parts.fragment:
         raise InvalidArgumentError("the address must hold no user, query or fragment", hint="pass token= instead")
-    return Endpoint(base=url.rstrip("/"), token=token)
+    return Endpoint(base=url.rstrip("/"), token=token, project=project)
 
 
 def local_run_dir() -> Path:

@@ -18,9 +18,11 @@ from dsec.sdk.calls import CallResult
 from dsec.sdk.client import AsyncClient, AsyncCreated
 from dsec.sdk.environments import AsyncEnvironments
 from dsec.sdk.files import READ_BYTES_DEFAULT, AsyncFiles, AsyncWatch, RemotePath
+from dsec.sdk.grants import AsyncGrants
 from dsec.sdk.layers import AsyncLayers
 from dsec.sdk.ports import AsyncConnection
 from dsec.sdk.process import AsyncProcess
+from dsec.sdk.projects import AsyncProjects
 from dsec.sdk.pty import AsyncPty
 from dsec.sdk.requests import Command, CreateOptions
 from dsec.sdk.results import Chunk, ExecResult
@@ -40,6 +42,16 @@ from dsec.wire.environments import (
     EnvironmentStats,
     EnvironmentTrace,
     LayerUse,
+)
+from dsec.wire.iam import (
+    AuditPage,
+    GrantInfo,
+    Policy,
+    PrincipalInfo,
+    ProjectInfo,
+    Quota,
+    QuotaInfo,
+    WhoAmI,
 )
 from dsec.wire.images import ExportedImage, ExportTarget
 from dsec.wire.layers import EnvironmentDiff, LayerInfo
@@ -549,21 +561,94 @@ class Volumes(Blocking[AsyncVolumes]):
 
 
 class Tokens(Blocking[AsyncTokens]):
-    """`client.tokens`: for administrators of a project."""
+    """`client.tokens`: for who manages a project."""
 
     def create(
         self, principal: str, *, project: str = "/", rights: Sequence[str] = ("use",), ttl_s: float | None = None
     ) -> TokenAnswer:
-        """A new token, which is shown this once. `rights`: "read", "use" (includes read), "admin" (includes both)."""
+        """A new token, which is shown this once; it is good for the project and all below it.
+
+        `principal` is a name in the project, or "name@/other"; project, principal and grant are made when they are new.
+        `rights`: "read", "use" (includes read), "manage" (includes both; sub-projects, tokens, grants, and quotas of
+        what is below), "admin" (of "/" only, includes all).
+        """
         return portal().run(self._async.create(principal, project=project, rights=rights, ttl_s=ttl_s))
 
+    def rotate(
+        self, id: str = "self", *, overlap_s: float = limits.TOKEN_OVERLAP_S_DEFAULT, ttl_s: float | None = None
+    ) -> TokenAnswer:
+        """A new token in the place of one, by default of the client's own, which stays good for `overlap_s` more."""
+        return portal().run(self._async.rotate(id, overlap_s=overlap_s, ttl_s=ttl_s))
+
     def list(self) -> list[TokenInfo]:
-        """The tokens of the caller's projects, without their secrets."""
+        """The tokens of projects that the caller manages, without their secrets."""
         return portal().run(self._async.list())
 
     def revoke(self, id: str) -> TokenInfo:
-        """Ends a token at once."""
+        """Ends a token at once, and those that came of it by rotation. "self" is the client's own."""
         return portal().run(self._async.revoke(id))
+
+
+class Projects(Blocking[AsyncProjects]):
+    """`client.projects`: projects in projects. A quota or a policy binds a project and all below it."""
+
+    def create(self, path: str) -> ProjectInfo:
+        """A new project, such as "/team/run-7", below one that the caller manages."""
+        return portal().run(self._async.create(path))
+
+    def list(self, below: str | None = None) -> list[ProjectInfo]:
+        """Those that the caller may read, by path; `below`: only that one and those below it."""
+        return portal().run(self._async.list(below))
+
+    def get(self, path: str) -> ProjectInfo:
+        """One of them, with its quota and its policy. Raises NotFoundError."""
+        return portal().run(self._async.get(path))
+
+    def remove(self, path: str) -> None:
+        """With its principals, grants and tokens. ConflictError while it has sandboxes, or projects below it."""
+        portal().run(self._async.remove(path))
+
+    def quota(self, path: str) -> QuotaInfo:
+        """Its caps, and every cap that binds it, with what is used of each."""
+        return portal().run(self._async.quota(path))
+
+    def set_quota(self, path: str, quota: Quota) -> QuotaInfo:
+        """Replaces its caps: what all sandboxes of it and below it may have together.
+
+        Takes the right manage over the project above it. A cap is at most that of every project above.
+        """
+        return portal().run(self._async.set_quota(path, quota))
+
+    def set_policy(self, path: str, policy: Policy) -> ProjectInfo:
+        """Replaces its policy: what each sandbox of it and below it must be like. Takes what `set_quota` takes."""
+        return portal().run(self._async.set_policy(path, policy))
+
+
+class Grants(Blocking[AsyncGrants]):
+    """`client.grants`: rights over projects, handed on. A grant ends with the one that its giver had it by."""
+
+    def create(self, principal: str, *, project: str, right: str = "use", ttl_s: float | None = None) -> GrantInfo:
+        """Gives a right over a project and all below it: at most what the caller has, and for no longer.
+
+        `principal` is "name@/team", or a name in `project`, which is made when it is new.
+        """
+        return portal().run(self._async.create(principal, project=project, right=right, ttl_s=ttl_s))
+
+    def principals(self) -> list[PrincipalInfo]:
+        """Those of projects that the caller manages."""
+        return portal().run(self._async.principals())
+
+    def list(self) -> list[GrantInfo]:
+        """Those over projects that the caller manages, and the caller's own; newest first."""
+        return portal().run(self._async.list())
+
+    def revoke(self, id: str) -> None:
+        """Takes it back, and with it all that was given by it."""
+        portal().run(self._async.revoke(id))
+
+    def remove_principal(self, id: str) -> None:
+        """With its tokens and its grants, and with all that it has given to others."""
+        portal().run(self._async.remove_principal(id))
 
 
 class Snapshot(Blocking[AsyncSnapshot]):
@@ -1070,15 +1155,22 @@ class Created(Blocking[AsyncCreated]):
 
 
 class Client(Blocking[AsyncClient]):
-    """Speaks to one service. Arguments win over DSEC_URL and DSEC_TOKEN; without any of them it is the service of
-    this machine, which is started when it does not run.
+    """Speaks to one service. Arguments win over DSEC_URL, DSEC_TOKEN and DSEC_PROJECT; without any of them it is the
+    service of this machine, which is started when it does not run. `project`: that it acts in, and no higher.
 
         with dsec.Client() as client:
             sandboxes = client.list()
     """
 
-    def __init__(self, url: str | None = None, token: str | None = None, *, request_timeout_s: float = 60.0) -> None:
-        self._async = AsyncClient(url, token, request_timeout_s=request_timeout_s)
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        project: str | None = None,
+        request_timeout_s: float = 60.0,
+    ) -> None:
+        self._async = AsyncClient(url, token, project=project, request_timeout_s=request_timeout_s)
 
     @property
     def url(self) -> str:
@@ -1114,6 +1206,29 @@ class Client(Blocking[AsyncClient]):
         """Who may call over the network."""
         result: Tokens = wrap(self._async.tokens)
         return result
+
+    @property
+    def projects(self) -> Projects:
+        """Whose sandboxes they are: projects in projects, with their quotas and policies."""
+        result: Projects = wrap(self._async.projects)
+        return result
+
+    @property
+    def grants(self) -> Grants:
+        """Who may do what in which project."""
+        result: Grants = wrap(self._async.grants)
+        return result
+
+    def whoami(self) -> WhoAmI:
+        """Who the service takes this client for, and what they may do where."""
+        return portal().run(self._async.whoami())
+
+    def audit(self, *, principal: str | None = None, limit: int = 100, cursor: str | None = None) -> AuditPage:
+        """Who changed what, newest first, in projects that the caller manages; `next` is the cursor of the next page.
+
+        `principal`: only of this one, such as "ci@/team".
+        """
+        return portal().run(self._async.audit(principal=principal, limit=limit, cursor=cursor))
 
     def call(
         self,
@@ -1346,6 +1461,8 @@ _KINDS: dict[type, Any] = {
     AsyncLayers: Layers,
     AsyncVolumes: Volumes,
     AsyncTokens: Tokens,
+    AsyncProjects: Projects,
+    AsyncGrants: Grants,
     AsyncSnapshot: Snapshot,
     AsyncSnapshots: Snapshots,
     AsyncSandbox: Sandbox,

@@ -90,7 +90,8 @@ class Transport:
         address = urlsplit(endpoint.base)
         self._prefix = f"{address.path}{api.PREFIX}"
         authorization = "" if endpoint.token is None else f"Authorization: Bearer {endpoint.token}\r\n"
-        self._fixed_head = f"Host: {address.netloc}\r\nUser-Agent: dsec-sdk\r\n{authorization}"
+        project = "" if endpoint.project is None else f"{api.HEADER_PROJECT}: {endpoint.project}\r\n"
+        self._fixed_head = f"Host: {address.netloc}\r\nUser-Agent: dsec-sdk\r\n{authorization}{project}"
 
     # ---- requests ----
 
@@ -185,12 +186,16 @@ class Transport:
         from yarl import URL
 
         session = (await self._connections()).sockets or self._open_sockets(await self._connections())
-        token = self.endpoint.token
+        headers = {"User-Agent": "dsec-sdk"}
+        if self.endpoint.token is not None:
+            headers["Authorization"] = f"Bearer {self.endpoint.token}"
+        if self.endpoint.project is not None:
+            headers[api.HEADER_PROJECT] = self.endpoint.project
         with self._translated(reads=False):
             try:
                 connection = await session.ws_connect(
                     URL(f"{self.endpoint.base}{self._target(path, query)}", encoded=True),
-                    headers={"User-Agent": "dsec-sdk", **({"Authorization": f"Bearer {token}"} if token else {})},
+                    headers=headers,
                     timeout=aiohttp.ClientWSTimeout(ws_close=5.0),
                     max_msg_size=_MESSAGE_BYTES_MAX,
                     autoclose=True,

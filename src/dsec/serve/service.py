@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsec import __version__
+from dsec.api.admission import Admission
 from dsec.api.app import Application
 from dsec.api.gate import Gate
 from dsec.api.keeper import Keeper
@@ -21,7 +22,7 @@ from dsec.backends.registry import BackendSettings, build_backends
 from dsec.cluster.rpc import EmbeddedRpc
 from dsec.core.ids import NodeId
 from dsec.core.spec import Substrate
-from dsec.iam.tokens import TokenStore
+from dsec.iam.service import Iam
 from dsec.image.environments import EnvironmentStore
 from dsec.node.environments import Environments, StoredEnvironments
 from dsec.node.node import Node
@@ -86,10 +87,18 @@ class LocalService:
 
     async def _start_api(self, rpc: EmbeddedRpc) -> None:
         config = self.config
-        tokens = TokenStore.open(Path(config.state_dir) / "iam.db")
-        self._stack.callback(tokens.close)
+        iam = await Iam.open(Path(config.state_dir))
+        self._stack.push_async_callback(iam.close)
+        admission = Admission(iam.directory, rpc, lambda: [self.node.id])
+        self._stack.push_async_callback(admission.close)
         services = Services(
-            rpc=rpc, node=self.node.id, tokens=tokens, gate=Gate(tokens), keeper=self._keeper, version=__version__
+            rpc=rpc,
+            node=self.node.id,
+            iam=iam,
+            gate=Gate(iam.directory),
+            keeper=self._keeper,
+            admission=admission,
+            version=__version__,
         )
         self._stack.push_async_callback(self._keeper.close)
         self._server = HttpServer(Application(RouteTable(ROUTES), services))

@@ -18,6 +18,7 @@ from dsec.wire.records import ExecRequest, NodeLoad, SessionRequest, SignalReque
 class Right(enum.StrEnum):
     READ = "read"  # get, list, metrics, logs
     USE = "use"  # create, exec, files, destroy
+    MANAGE = "manage"  # sub-projects, tokens, grants and quotas below the own project
     ADMIN = "admin"  # environments, doctor details, shutdown, other projects
 
 
@@ -34,6 +35,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 class Method(enum.StrEnum):
     # unary: request record → answer record
     CREATE = "create"  # CreateRequest → Sandbox; `key` = idempotency key
+    CREATE_PLAN = "create_plan"  # plans.PlanRequest → plans.CreatePlan; `key` as of create
+    HOLDINGS = "holdings"  # iam.HoldingsQuery → iam.Holdings; of all projects, so for the API itself
     GET = "get"  # SandboxRef → Sandbox (tombstones too)
     LIST = "list"  # ListQuery → SandboxPage
     DESTROY = "destroy"  # SandboxRef → Sandbox; ended already is not an error

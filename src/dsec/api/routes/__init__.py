@@ -9,9 +9,11 @@ from dsec.api.routes import (
     environments,
     execs,
     files,
+    grants,
     host,
     layers,
     output,
+    projects,
     run_code,
     sandboxes,
     sessions,
@@ -39,4 +41,6 @@ ROUTES: tuple[Route, ...] = (
     *layers.ROUTES,
     *volumes.ROUTES,
     *tokens.ROUTES,
+    *projects.ROUTES,
+    *grants.ROUTES,
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Coroutine
+from typing import Any
 
 from dsec.api.query import Kind, Param
 from dsec.api.request import CALL_MARGIN_S, Answer, Request
@@ -32,14 +34,18 @@ async def create(request: Request, body: CreateRequest, *, key: str | None, wait
     """With a key the creation completes whatever becomes of the caller, and is found by the key."""
     services = request.services
     timeout_s = body.timeout_s if wait_s is None or key is not None else min(wait_s, body.timeout_s)
-    work = services.rpc.call(
-        services.node,
-        Method.CREATE,
-        pack(body),
-        caller=request.caller,
-        timeout_s=timeout_s + (CALL_MARGIN_S if timeout_s == body.timeout_s else 0.0),
-        key=key,
-    )
+
+    def ask() -> Coroutine[Any, Any, bytes]:
+        return services.rpc.call(
+            services.node,
+            Method.CREATE,
+            pack(body),
+            caller=request.caller,
+            timeout_s=timeout_s + (CALL_MARGIN_S if timeout_s == body.timeout_s else 0.0),
+            key=key,
+        )
+
+    work = services.admission.create(body, ask, request.caller, key)
     if key is None:
         return unpack(await work, Sandbox)
     return unpack(await _waited(services.keeper.start(work), wait_s), Sandbox)
@@ -110,7 +116,9 @@ async def destroy_sandbox(request: Request) -> Answer:
 
 
 async def set_ttl(request: Request) -> Answer:
-    return await request.forward(Method.SET_TTL, SetTtl(request.sandbox, await request.record(TtlRequest)), Sandbox)
+    body = await request.record(TtlRequest)
+    await request.services.admission.check_ttl(request.sandbox, body.ttl_running_s, request.caller)
+    return await request.forward(Method.SET_TTL, SetTtl(request.sandbox, body), Sandbox)
 
 
 async def pause_sandbox(request: Request) -> Answer:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from typing import Any
+
 from dsec.api.query import Kind, Param
 from dsec.api.request import Answer, Request
 from dsec.api.routing import Route
@@ -39,7 +42,13 @@ async def take_snapshot(request: Request) -> Answer:
 
 async def fork_sandbox(request: Request) -> Answer:
     body = await request.record(ForkRequest)
-    answer = await request.keyed(Method.FORK, Fork(request.sandbox, body), timeout_s=_TIMEOUT_S)
+    fork = Fork(request.sandbox, body)
+    services = request.services
+
+    def ask() -> Coroutine[Any, Any, bytes]:
+        return request.call(Method.FORK, fork, timeout_s=_TIMEOUT_S)
+
+    answer = await request.kept(services.admission.fork(fork, ask, request.caller, request.key))
     return Answer(to_json(unpack(answer, Forked)), status=201)
 
 

@@ -1,0 +1,120 @@
+"""Whether a create may be: the policies and the caps of its project and of those above it. Then the node decides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, TypeVar
+
+from dsec.cluster.rpc import Rpc
+from dsec.core.errors import DsecError, ForbiddenError, Outcome, QuotaError
+from dsec.core.ids import NodeId, SandboxId, node_of
+from dsec.core.spec import SandboxSpec
+from dsec.iam.directory import Directory
+from dsec.iam.ledger import Ledger, LocalSlices
+from dsec.iam.policies import check_policies, check_ttl
+from dsec.iam.view import Rules
+from dsec.wire.codec import pack, unpack
+from dsec.wire.iam import Holdings, HoldingsQuery
+from dsec.wire.node import Caller, Method, Right
+from dsec.wire.plans import CreatePlan, PlanRequest
+from dsec.wire.records import CreateRequest, Sandbox, SandboxRef
+from dsec.wire.snapshots import Fork
+
+_TIMEOUT_S: Final = 10.0
+# Within one process: a create whose caller was told nothing is among what the node has, or will never be.
+_UNKNOWN_S: Final = 1.0
+_SELF: Final = Caller(principal="api", project="/", rights=frozenset({Right.READ, Right.ADMIN}))
+
+T = TypeVar("T")
+
+
+class Admission:
+    def __init__(self, directory: Directory, rpc: Rpc, nodes: Callable[[], Sequence[NodeId]]) -> None:
+        """`nodes`: all on which sandboxes of any project may be, now."""
+        self._directory = directory
+        self._rpc = rpc
+        self._nodes = nodes
+        self.ledger = Ledger(LocalSlices(), self.holdings, unknown_s=_UNKNOWN_S)
+
+    async def create(
+        self, body: CreateRequest, work: Callable[[], Coroutine[Any, Any, T]], caller: Caller, key: str | None
+    ) -> T:
+        """`work` is the call to the node. What was made before for the same key is answered again, whatever the rules
+        have become. Raises ForbiddenError, QuotaError, and what `work` raises."""
+        rules = self._directory.rules(caller.project)
+        if not rules:
+            return await work()
+        request = PlanRequest(create=body)
+        node = self._nodes()[0]
+        spec = body.spec if body.snapshot is None else (await self._plan(node, request, caller, None)).spec
+        return await self._admitted(rules, spec, 1, work, lambda: self._is_known(node, request, caller, key))
+
+    async def fork(self, fork: Fork, work: Callable[[], Coroutine[Any, Any, T]], caller: Caller, key: str | None) -> T:
+        """The children are of the sandbox's project, and count there."""
+        if not self._directory.ruled:
+            return await work()
+        node, request = node_of(SandboxId(fork.sandbox)), PlanRequest(fork=fork)
+        plan = await self._plan(node, request, caller, None)
+        rules, count = self._directory.rules(plan.project), fork.request.count
+        return await self._admitted(rules, plan.spec, count, work, lambda: self._is_known(node, request, caller, key))
+
+    async def check_ttl(self, sandbox: SandboxId, ttl_running_s: float | None, caller: Caller) -> None:
+        """Raises ForbiddenError."""
+        if self._directory.ruled:
+            body = pack(SandboxRef(sandbox))
+            answer = await self._rpc.call(node_of(sandbox), Method.GET, body, caller=caller, timeout_s=_TIMEOUT_S)
+            check_ttl(ttl_running_s, self._directory.rules(unpack(answer, Sandbox).project).policies)
+
+    async def holdings(self, projects: Sequence[str]) -> dict[str, dict[str, int]]:
+        """What the sandboxes of each of these projects, and of those below, have now."""
+        body = pack(HoldingsQuery(tuple(projects)))
+        answers = await asyncio.gather(
+            *(self._rpc.call(node, Method.HOLDINGS, body, caller=_SELF, timeout_s=_TIMEOUT_S) for node in self._nodes())
+        )
+        total: dict[str, Counter[str]] = {}
+        for answer in answers:
+            for project, amounts in unpack(answer, Holdings).by_project.items():
+                total.setdefault(project, Counter()).update(amounts)
+        return {project: dict(amounts) for project, amounts in total.items()}
+
+    async def close(self) -> None:
+        await self.ledger.close()
+
+    async def _admitted(
+        self,
+        rules: Rules,
+        spec: SandboxSpec,
+        count: int,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        is_known: Callable[[], Coroutine[Any, Any, bool]],
+    ) -> T:
+        try:
+            check_policies(spec, rules.policies)
+            charge = await self.ledger.take(rules.quotas, spec, count=count)
+        except (ForbiddenError, QuotaError):
+            if await is_known():
+                return await work()
+            raise
+        try:
+            answer = await work()
+        except DsecError as error:
+            if error.outcome is Outcome.UNKNOWN:
+                charge.leave()
+            else:
+                charge.settle()
+            raise
+        except BaseException:
+            charge.leave()
+            raise
+        charge.settle()
+        return answer
+
+    async def _plan(self, node: NodeId, request: PlanRequest, caller: Caller, key: str | None) -> CreatePlan:
+        body = pack(request)
+        call = self._rpc.call(node, Method.CREATE_PLAN, body, caller=caller, timeout_s=_TIMEOUT_S, key=key)
+        return unpack(await call, CreatePlan)
+
+    async def _is_known(self, node: NodeId, request: PlanRequest, caller: Caller, key: str | None) -> bool:
+        return key is not None and (await self._plan(node, request, caller, key)).known

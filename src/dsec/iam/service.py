@@ -1,0 +1,44 @@
+"""All of it, as the front door uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsec.core.clock import Clock
+from dsec.iam.audit import Audit
+from dsec.iam.delegation import Delegation
+from dsec.iam.directory import Directory
+from dsec.iam.hierarchy import Hierarchy
+from dsec.iam.store import IamStore, SqliteIamStore
+from dsec.iam.tokens import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Iam:
+    directory: Directory
+    projects: Hierarchy
+    delegation: Delegation
+    tokens: Tokens
+    audit: Audit
+
+    @classmethod
+    async def on(cls, store: IamStore, audit: Audit, *, clock: Clock | None = None) -> Iam:
+        directory = await Directory.open(store, clock=clock)
+        delegation = Delegation(directory)
+        return cls(directory, Hierarchy(directory), delegation, Tokens(directory, delegation), audit)
+
+    @classmethod
+    async def open(cls, state_dir: Path, *, clock: Clock | None = None) -> Iam:
+        """Of this machine, in files of `state_dir`. Raises StorageError."""
+        store = SqliteIamStore.open(state_dir / "iam.db")
+        try:
+            audit = Audit.open(state_dir / "audit.db", clock=clock)
+            return await cls.on(store, audit, clock=clock)
+        except BaseException:
+            store.close()
+            raise
+
+    async def close(self) -> None:
+        await self.audit.close()
+        self.directory.close()
