@@ -11,7 +11,7 @@ from dsec.backends.fncall.runner import Answer, Decoder, Order, Place, encode
 from dsec.backends.fncall.tasks import TaskType, TaskTypes
 from dsec.core.errors import DsecError, InvalidArgumentError, LimitError, ProtocolError, UnsupportedError
 from dsec.core.limits import CALL_CASES_MAX, CALL_CODE_BYTES_MAX
-from dsec.wire.calls import CallCase, CallFile, CallRequest, Compare, PhaseLimits, time_allowed_s
+from dsec.wire.calls import CallCase, CallFile, CallRequest, Checker, Compare, PhaseLimits, time_allowed_s
 from dsec.wire.codec import pack
 from dsec.wire.run_code import RunCodeRequest, request_of
 
@@ -51,6 +51,9 @@ def test_outputs_are_compared_as_asked(how: Compare, output: bytes, expected: by
         {"env": {"A=B": "c"}},
         {"cases": (CallCase(),), "stdin": b"x"},
         {"cases": (CallCase(),) * (CALL_CASES_MAX + 1)},
+        {"checker": Checker(code="")},
+        {"compare": Compare.EXACT},
+        {"compare": Compare.EXACT, "checker": Checker(code=""), "cases": (CallCase(),)},
         {"queue_s": -1.0},
         {"queue_s": float("nan")},
     ],
@@ -144,6 +147,14 @@ def test_their_languages_become_ours() -> None:
     assert (request.type, request.environment.base) == ("node", "tools")
     assert (request.files[0].path, request.files[0].data, len(request.files)) == ("a/b", b"hi", 1)
     assert request.run.memory_bytes == 64 << 20
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"run_timeout": 1e9}, {"compile_timeout": -1}, {"memory_limit_MB": 1}, {"run_timeout": float("nan")}]
+)
+def test_their_limits_are_refused_by_their_names(bounds: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(bounds))):
+        request_of(RunCodeRequest(code="x", language="python", **bounds), "base")
 
 
 @pytest.mark.parametrize("files", [{"a": "%%"}, {"a": "\u00e4"}, {"/etc/x": "aGk="}])

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dsec.core.errors import HostError
+from dsec.core.errors import HostError, UnsupportedError
 from dsec.density.cgroups import (
     CgroupHost,
     detect,
     memory_for_all,
     plan_cgroups,
+    prepare_cpuset,
     prepare_parent,
     read_keyed,
     read_number,
@@ -183,6 +186,50 @@ def test_a_kernel_without_swap_has_no_limit_of_it() -> None:
     host = CgroupHost(Path("/cg"), frozenset({"memory"}), swap=False)
 
     assert plan_cgroups(host, "n", "s", cpu=1, memory_bytes=1, pids=1).cgroup2_files == {"memory.max": "1"}
+
+
+def test_what_runs_behind_others_is_idle_or_has_the_least_weight() -> None:
+    v2 = CgroupHost(Path("/cg"), frozenset({"cpu"}))
+    v1 = CgroupHost(None, v1={"cpu": Path("/cg/cpu")})
+
+    def files(host: CgroupHost) -> dict[str, str]:
+        plan = plan_cgroups(host, "n", "s", cpu=1, memory_bytes=1, pids=1, background=True)
+        return {**plan.cgroup2_files, **plan.cgroup1_files.get("cpu", {})}
+
+    assert files(v2) == {"cpu.max": "100000 100000", "cpu.weight": "1"}
+    assert files(v1) == {"cpu.cfs_quota_us": "100000", "cpu.shares": "2"}
+    for host in (v1, v2):
+        assert files(replace(host, cpu_idle=True))["cpu.idle"] == "1"
+
+
+def test_who_is_kept_to_some_processors_is_in_a_cpuset_and_nobody_else() -> None:
+    bounds: dict[str, Any] = {"cpu": 1, "memory_bytes": 1, "pids": 1}
+    v2 = CgroupHost(Path("/cg"), frozenset({"cpu"}), cpuset=Path("/cg"), cpuset_v2=True)
+    v1 = CgroupHost(Path("/cg/u"), cpuset=Path("/cg/cpuset"), cpuset_memories="0-1")
+
+    kept1 = plan_cgroups(v1, "n", "s", cpus="0-1", **bounds)
+
+    assert plan_cgroups(v2, "n", "s", cpus="3", **bounds).cgroup2_files["cpuset.cpus"] == "3"
+    assert kept1.cgroup1 == {"cpuset": "/cg/cpuset/n/s"}
+    assert kept1.cgroup1_files == {"cpuset": {"cpuset.cpus": "0-1", "cpuset.mems": "0-1"}}
+    assert plan_cgroups(v1, "n", "s", **bounds).cgroup1 == {}
+    with pytest.raises(UnsupportedError):
+        plan_cgroups(CgroupHost(Path("/cg")), "n", "s", cpus="0", **bounds)
+
+
+def test_a_cpuset_of_the_node_has_what_is_above_it(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "dsec", tmp_path / "dsec/n"):
+        directory.mkdir(exist_ok=True)
+        for name in ("cpuset.cpus", "cpuset.mems"):
+            (directory / name).write_text("\n")
+    (tmp_path / "cpuset.cpus").write_text("0-3\n")
+    (tmp_path / "cpuset.mems").write_text("0\n")
+    (tmp_path / "dsec/cpuset.cpus").write_text("1-2\n")
+
+    prepare_cpuset(CgroupHost(None, cpuset=tmp_path), "dsec/n")
+    prepare_cpuset(CgroupHost(None), "dsec/n")
+
+    assert [(tmp_path / "dsec/n" / name).read_text() for name in ("cpuset.cpus", "cpuset.mems")] == ["1-2\n", "0\n"]
 
 
 def test_a_host_that_refuses_is_named(tmp_path: Path) -> None:

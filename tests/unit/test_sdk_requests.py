@@ -143,6 +143,29 @@ def test_what_is_of_the_wrong_type_is_an_error_of_ours(make: Callable[[], Any]) 
         make()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"run_timeout_s": 0},
+        {"run_timeout_s": "1"},
+        {"compile_timeout_s": 1e9},
+        {"queue_timeout_s": -1},
+        {"cpu_s": 0},
+        {"memory": 5},
+        {"output_bytes": -1},
+        {"pids": 0},
+        {"file_bytes": -1},
+        {"compare": "tokens"},
+        {"compare": "nonsense", "cases": [("", "")]},
+        {"compare": "lines", "checker": "", "cases": [("", "")]},
+        {"checker": "pass"},
+    ],
+)
+def test_what_is_wrong_with_a_call_is_said_in_the_callers_words(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(options))):
+        make_call("python", "", **options)
+
+
 def test_large_bounds_are_shown_in_full() -> None:
     with pytest.raises(LimitError, match="between 4 and 4194304 processes, and is 0"):
         make_spec("base", pids=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 from typing import Final
 
 from dsec.core.errors import AuthError, DsecError, InvalidArgumentError
@@ -11,6 +13,7 @@ from dsec.iam.principals import Principal, missing_right
 from dsec.wire.node import Caller, Right
 
 _SCHEME: Final = b"bearer "
+_BASIC: Final = b"basic "  # of clients that can be told no more than a URL: http://anybody:TOKEN@host
 
 
 class Gate:
@@ -34,9 +37,7 @@ class Gate:
 
     def _who(self, authorization: bytes | None, peer: Peer | None) -> Principal:
         if authorization is not None:
-            if authorization[: len(_SCHEME)].lower() != _SCHEME:
-                raise AuthError("the Authorization header must be 'Bearer <token>'")
-            return self._directory.authenticate(authorization[len(_SCHEME) :].strip().decode("latin-1"))
+            return self._directory.authenticate(_token_of(authorization))
         if peer is None:
             raise AuthError("this needs a token", hint="send 'Authorization: Bearer <token>', or set DSEC_TOKEN")
         self._directory.refresh_if_due()
@@ -48,6 +49,18 @@ class Gate:
         except DsecError:
             return False
         return True
+
+
+def _token_of(authorization: bytes) -> str:
+    """Raises AuthError."""
+    if authorization[: len(_SCHEME)].lower() == _SCHEME:
+        return authorization[len(_SCHEME) :].strip().decode("latin-1")
+    if authorization[: len(_BASIC)].lower() == _BASIC:
+        with contextlib.suppress(ValueError):
+            _, colon, password = base64.b64decode(authorization[len(_BASIC) :].strip(), validate=True).partition(b":")
+            if colon:
+                return password.decode("latin-1")
+    raise AuthError("the Authorization header must be 'Bearer <token>'")
 
 
 def check_right(principal: Principal, right: Right) -> None:

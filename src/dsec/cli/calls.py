@@ -11,11 +11,13 @@ import typer
 from dsec.cli.console import Json, clean, client, complain, parse_pairs, put_json, run_async, say, table
 from dsec.cli.options import Env, Environment
 from dsec.cli.pages import command as register_command
+from dsec.core import limits
 
 if TYPE_CHECKING:
     from dsec.sdk.calls import CallResult
 
 _EXITS: Final = {"time_limit": 124, "memory_limit": 137, "output_limit": 125, "platform_failure": 125}
+_WALL_S_MIN: Final = 0.001
 _READ_BYTES_MAX: Final = 16 << 20
 _FILE_HINT: Final = "--file LOCAL, or PATH=LOCAL: PATH is its name beside the code"
 
@@ -44,12 +46,20 @@ def call(
         list[str] | None,
         typer.Option("--collect", metavar="PATH", help="A file to write here afterwards.", show_default=False),
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Of the run.")] = 10.0,
-    compile_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Of the compiler.")] = 30.0,
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", metavar="SECONDS", help="Of the run.", min=_WALL_S_MIN, max=limits.CALL_WALL_S_MAX),
+    ] = 10.0,
+    compile_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Of the compiler.", min=_WALL_S_MIN, max=limits.CALL_WALL_S_MAX)
+    ] = 30.0,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help='Such as "256MiB"; default: all of the place\'s.')
     ] = None,
-    wait: Annotated[float, typer.Option(metavar="SECONDS", help="How long it may wait for a place.")] = 60.0,
+    wait: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="How long it may wait for a place.", min=0, max=limits.CALL_QUEUE_S_MAX),
+    ] = 60.0,
     json: Json = False,
 ) -> None:
     """Run code once in a container made before, and show what it says."""

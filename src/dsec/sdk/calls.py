@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
@@ -22,6 +23,9 @@ from dsec.wire.calls import (
     Compare,
     PhaseLimits,
     PhaseResult,
+    check_call_memory,
+    check_queue_s,
+    check_wall_s,
     time_allowed_s,
 )
 
@@ -32,9 +36,9 @@ _MARGIN_S = 30.0  # beyond what the call may take: making a place for it, clean-
 class CallResult:
     """What came of a call. Code that fails is a result, not an exception.
 
-    `status`: finished, error, time_limit, memory_limit, output_limit, killed, wrong_answer (a case's), or
-    platform_failure (ours: it says nothing about the code). `compile`, `run` and `cases` hold status, exit_code,
-    signal, stdout and stderr (bytes), wall_s, cpu_s and memory_peak_bytes of each phase that was reached.
+    `status`: finished, error, time_limit, memory_limit, output_limit, killed, wrong_answer and checker_error (a
+    case's), or platform_failure (ours: it says nothing about the code). `compile`, `run` and `cases` hold status,
+    exit_code, signal, stdout and stderr (bytes), wall_s, cpu_s and memory_peak_bytes of each phase that was reached.
     """
 
     status: CallStatus
@@ -72,6 +76,29 @@ class CallResult:
         return self.run or last or self.compile or PhaseResult(status=self.status)
 
 
+class CallOptions(TypedDict, total=False):
+    """What may be said of a call besides its code. `Client.call` documents each."""
+
+    environment: str | Environment
+    stdin: str | bytes
+    args: Sequence[str]
+    env: Mapping[str, str] | None
+    files: Mapping[str, str | bytes] | None
+    run_timeout_s: float
+    compile_timeout_s: float
+    cpu_s: float | None
+    memory: int | str | None
+    output_bytes: int
+    pids: int
+    file_bytes: int | str
+    cases: Iterable[CallCase | tuple[str | bytes, str | bytes | None]]
+    compare: str | None
+    checker: Checker | str | None
+    stop_early: bool
+    collect: Sequence[str]
+    queue_timeout_s: float
+
+
 def make_call(
     type: str,
     code: str,
@@ -89,16 +116,24 @@ def make_call(
     pids: int = limits.CALL_PIDS_DEFAULT,
     file_bytes: int | str = limits.CALL_FILE_BYTES_DEFAULT,
     cases: Iterable[CallCase | tuple[str | bytes, str | bytes | None]] = (),
-    compare: str = "lines",
+    compare: str | None = None,
     checker: Checker | str | None = None,
     stop_early: bool = True,
     collect: Sequence[str] = (),
     queue_timeout_s: float = limits.CALL_QUEUE_S_DEFAULT,
 ) -> CallRequest:
     """A request for `client.call_many`; arguments as those of `client.call`, which also says what is raised."""
-    if compare not in tuple(Compare):
+    judged = tuple(_case(case) for case in cases)
+    if compare is not None and compare not in tuple(Compare):
         raise InvalidArgumentError(f"compare is one of {', '.join(Compare)}, not {compare!r}")
+    if compare is not None and (not judged or checker is not None):
+        raise InvalidArgumentError("compare is for cases without a checker")
     memory_bytes = None if memory is None else parse_size(memory, "memory")
+    # Here the caller's own names are known.
+    check_wall_s("run_timeout_s", run_timeout_s)
+    check_wall_s("compile_timeout_s", compile_timeout_s)
+    check_queue_s("queue_timeout_s", queue_timeout_s)
+    check_call_memory("memory", memory_bytes)
     run = PhaseLimits(
         wall_s=run_timeout_s,
         cpu_s=cpu_s,
@@ -119,8 +154,8 @@ def make_call(
         ),
         compile=PhaseLimits(wall_s=compile_timeout_s),
         run=run,
-        cases=tuple(_case(case) for case in cases),
-        compare=Compare(compare),
+        cases=judged,
+        compare=Compare.LINES if compare is None else Compare(compare),
         checker=Checker(code=checker) if isinstance(checker, str) else checker,
         stop_early=stop_early,
         collect=tuple(as_list(collect, "collect")),

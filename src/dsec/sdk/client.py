@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Self, Unpack
@@ -24,7 +24,7 @@ from dsec.core.errors import (
 from dsec.core.ids import parse_sandbox_id
 from dsec.core.spec import Environment
 from dsec.core.states import ENDED
-from dsec.sdk.calls import CallResult, make_call, send_call
+from dsec.sdk.calls import CallOptions, CallResult, make_call, send_call
 from dsec.sdk.endpoint import find_endpoint
 from dsec.sdk.environments import AsyncEnvironments
 from dsec.sdk.grants import AsyncGrants
@@ -38,7 +38,7 @@ from dsec.sdk.tokens import AsyncTokens
 from dsec.sdk.transport import Transport
 from dsec.sdk.volumes import AsyncVolumes
 from dsec.wire import api
-from dsec.wire.calls import CallCase, CallPool, CallPoolPage, CallRequest, Checker, TaskTypeInfo, TaskTypePage
+from dsec.wire.calls import CallPool, CallPoolPage, CallRequest, TaskTypeInfo, TaskTypePage
 from dsec.wire.collect import GcReport, GcRequest
 from dsec.wire.errors import ErrorBody, error_of
 from dsec.wire.iam import AuditPage, WhoAmI
@@ -147,32 +147,15 @@ class AsyncClient:
         self,
         type: str,
         code: str,
-        *,
-        environment: str | Environment = "base",
-        stdin: str | bytes = b"",
-        args: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
-        files: Mapping[str, str | bytes] | None = None,
-        run_timeout_s: float = limits.CALL_WALL_S_DEFAULT,
-        compile_timeout_s: float = limits.CALL_COMPILE_S_DEFAULT,
-        cpu_s: float | None = None,
-        memory: int | str | None = None,
-        output_bytes: int = limits.CALL_OUTPUT_BYTES_DEFAULT,
-        pids: int = limits.CALL_PIDS_DEFAULT,
-        file_bytes: int | str = limits.CALL_FILE_BYTES_DEFAULT,
-        cases: Iterable[CallCase | tuple[str | bytes, str | bytes | None]] = (),
-        compare: str = "lines",
-        checker: Checker | str | None = None,
-        stop_early: bool = True,
-        collect: Sequence[str] = (),
-        queue_timeout_s: float = limits.CALL_QUEUE_S_DEFAULT,
+        **options: Unpack[CallOptions],
     ) -> CallResult:
         """Runs `code` once, in a place made before, and gives what came of it; nothing of it stays.
 
         `type` is the kind of task: "python", "bash", "c", "cpp", … (`call_types`); compiled ones are compiled first.
-        `stdin`, `args`, `env` and `files` (relative path → content) are what it finds; `collect` names files to give
-        back. Limits of the run: `run_timeout_s`, `cpu_s` (all its processes), `memory`, `output_bytes` (each of stdout
-        and stderr), `pids`, `file_bytes`.
+        `environment` is "base" unless given. `stdin`, `args`, `env` and `files` (relative path → content) are what it
+        finds; `collect` names files to give back. Limits of the run: `run_timeout_s` (10), `cpu_s` (all its processes),
+        `memory`, `output_bytes` (each of stdout and stderr), `pids`, `file_bytes`; of the compiler
+        `compile_timeout_s` (30); of the wait for a place `queue_timeout_s` (60).
 
         With `cases`, of (stdin, expected output or None), it is compiled once and run for each, to the first that is
         not right unless `stop_early` is False. `compare`: "exact", "lines", "tokens" or "numbers"; or `checker`: Python
@@ -181,29 +164,7 @@ class AsyncClient:
         Raises UnsupportedError (no such type, or the environment lacks its toolchain), EnvironmentNotFoundError,
         CapacityError (no place was free within `queue_timeout_s`), LimitError. Code that fails is a result.
         """
-        request = make_call(
-            type,
-            code,
-            environment=environment,
-            stdin=stdin,
-            args=args,
-            env=env,
-            files=files,
-            run_timeout_s=run_timeout_s,
-            compile_timeout_s=compile_timeout_s,
-            cpu_s=cpu_s,
-            memory=memory,
-            output_bytes=output_bytes,
-            pids=pids,
-            file_bytes=file_bytes,
-            cases=cases,
-            compare=compare,
-            checker=checker,
-            stop_early=stop_early,
-            collect=collect,
-            queue_timeout_s=queue_timeout_s,
-        )
-        return await send_call(self._transport, request)
+        return await send_call(self._transport, make_call(type, code, **options))
 
     async def call_many(
         self, requests: Iterable[CallRequest], *, concurrency: int = 64

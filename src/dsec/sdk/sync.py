@@ -14,7 +14,7 @@ from dsec.core.errors import (
 from dsec.core.spec import Environment, ReadyProbe, VolumeMount
 from dsec.sdk import transfer
 from dsec.sdk.blocking import Blocking, portal, unwrap
-from dsec.sdk.calls import CallResult
+from dsec.sdk.calls import CallOptions, CallResult
 from dsec.sdk.client import AsyncClient, AsyncCreated
 from dsec.sdk.environments import AsyncEnvironments
 from dsec.sdk.files import READ_BYTES_DEFAULT, AsyncFiles, AsyncWatch, RemotePath
@@ -33,7 +33,7 @@ from dsec.sdk.snapshots import AsyncSnapshot, AsyncSnapshots
 from dsec.sdk.socketlike import SocketLike
 from dsec.sdk.tokens import AsyncTokens
 from dsec.sdk.volumes import AsyncVolumes
-from dsec.wire.calls import CallCase, CallPool, CallRequest, Checker, TaskTypeInfo
+from dsec.wire.calls import CallPool, CallRequest, TaskTypeInfo
 from dsec.wire.collect import GcReport
 from dsec.wire.environments import (
     BuildEvent,
@@ -1230,36 +1230,14 @@ class Client(Blocking[AsyncClient]):
         """
         return portal().run(self._async.audit(principal=principal, limit=limit, cursor=cursor))
 
-    def call(
-        self,
-        type: str,
-        code: str,
-        *,
-        environment: str | Environment = "base",
-        stdin: str | bytes = b"",
-        args: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
-        files: Mapping[str, str | bytes] | None = None,
-        run_timeout_s: float = limits.CALL_WALL_S_DEFAULT,
-        compile_timeout_s: float = limits.CALL_COMPILE_S_DEFAULT,
-        cpu_s: float | None = None,
-        memory: int | str | None = None,
-        output_bytes: int = limits.CALL_OUTPUT_BYTES_DEFAULT,
-        pids: int = limits.CALL_PIDS_DEFAULT,
-        file_bytes: int | str = limits.CALL_FILE_BYTES_DEFAULT,
-        cases: Iterable[CallCase | tuple[str | bytes, str | bytes | None]] = (),
-        compare: str = "lines",
-        checker: Checker | str | None = None,
-        stop_early: bool = True,
-        collect: Sequence[str] = (),
-        queue_timeout_s: float = limits.CALL_QUEUE_S_DEFAULT,
-    ) -> CallResult:
+    def call(self, type: str, code: str, **options: Unpack[CallOptions]) -> CallResult:
         """Runs `code` once, in a place made before, and gives what came of it; nothing of it stays.
 
         `type` is the kind of task: "python", "bash", "c", "cpp", … (`call_types`); compiled ones are compiled first.
-        `stdin`, `args`, `env` and `files` (relative path → content) are what it finds; `collect` names files to give
-        back. Limits of the run: `run_timeout_s`, `cpu_s` (all its processes), `memory`, `output_bytes` (each of stdout
-        and stderr), `pids`, `file_bytes`.
+        `environment` is "base" unless given. `stdin`, `args`, `env` and `files` (relative path → content) are what it
+        finds; `collect` names files to give back. Limits of the run: `run_timeout_s` (10), `cpu_s` (all its processes),
+        `memory`, `output_bytes` (each of stdout and stderr), `pids`, `file_bytes`; of the compiler
+        `compile_timeout_s` (30); of the wait for a place `queue_timeout_s` (60).
 
         With `cases`, of (stdin, expected output or None), it is compiled once and run for each, to the first that is
         not right unless `stop_early` is False. `compare`: "exact", "lines", "tokens" or "numbers"; or `checker`: Python
@@ -1268,30 +1246,7 @@ class Client(Blocking[AsyncClient]):
         Raises UnsupportedError (no such type, or the environment lacks its toolchain), EnvironmentNotFoundError,
         CapacityError (no place was free within `queue_timeout_s`), LimitError. Code that fails is a result.
         """
-        return portal().run(
-            self._async.call(
-                type,
-                code,
-                environment=environment,
-                stdin=stdin,
-                args=args,
-                env=env,
-                files=files,
-                run_timeout_s=run_timeout_s,
-                compile_timeout_s=compile_timeout_s,
-                cpu_s=cpu_s,
-                memory=memory,
-                output_bytes=output_bytes,
-                pids=pids,
-                file_bytes=file_bytes,
-                cases=cases,
-                compare=compare,
-                checker=checker,
-                stop_early=stop_early,
-                collect=collect,
-                queue_timeout_s=queue_timeout_s,
-            )
-        )
+        return portal().run(self._async.call(type, code, **options))
 
     def call_many(self, requests: Iterable[CallRequest], *, concurrency: int = 64) -> list[CallResult | DsecError]:
         """Many calls, `concurrency` of them under way at once: for each, in order, its result or the error that it

@@ -275,10 +275,9 @@ class CallsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             cdi_dirs=tuple(map(Path, self.cdi_dirs)),
             **places,
         )
-        types = TaskTypes(config.types)
-        for pool in config.pools:
-            if pool.type is not None:
-                types.get(pool.type)
+        known = {type.name for type in TaskTypes(config.types).list()}
+        if unknown := [pool.type for pool in config.pools if pool.type is not None and pool.type not in known]:
+            raise InvalidArgumentError(f"a pool of calls is for task type {unknown[0]!r}, which is not there")
         return config
 
 

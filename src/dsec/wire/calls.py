@@ -65,8 +65,24 @@ def _within(what: str, value: float, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise InvalidArgumentError(f"{what} must be a number, not {value!r}")
     if not low <= value <= high:
-        show = _show_size if what.endswith("_bytes") else format_number
+        show = _show_size if what.endswith("_bytes") or what.startswith("memory") else format_number
         raise LimitError(f"{what} must be between {show(low)} and {show(high)}, and is {show(value)}")
+
+
+def check_wall_s(what: str, value: float) -> None:
+    """Raises InvalidArgumentError or LimitError, by the name that the caller knows it by."""
+    _within(what, value, 0.001, limits.CALL_WALL_S_MAX)
+
+
+def check_queue_s(what: str, value: float) -> None:
+    """As `check_wall_s`."""
+    _within(what, value, 0, limits.CALL_QUEUE_S_MAX)
+
+
+def check_call_memory(what: str, value: int | None) -> None:
+    """As `check_wall_s`."""
+    if value is not None:
+        _within(what, value, limits.CALL_MEMORY_BYTES_MIN, limits.MEMORY_BYTES_MAX)
 
 
 def _show_size(value: float) -> str:
@@ -107,11 +123,10 @@ class PhaseLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     file_bytes: int = limits.CALL_FILE_BYTES_DEFAULT  # the largest file that it can write
 
     def __post_init__(self) -> None:
-        _within("wall_s", self.wall_s, 0.001, limits.CALL_WALL_S_MAX)
+        check_wall_s("wall_s", self.wall_s)
         if self.cpu_s is not None:
-            _within("cpu_s", self.cpu_s, 0.001, limits.CALL_WALL_S_MAX)
-        if self.memory_bytes is not None:
-            _within("memory_bytes", self.memory_bytes, limits.CALL_MEMORY_BYTES_MIN, limits.MEMORY_BYTES_MAX)
+            check_wall_s("cpu_s", self.cpu_s)
+        check_call_memory("memory_bytes", self.memory_bytes)
         _within("output_bytes", self.output_bytes, 0, limits.CALL_OUTPUT_BYTES_MAX)
         _within("pids", self.pids, 1, limits.CALL_PIDS_MAX)
         _within("file_bytes", self.file_bytes, 0, limits.DISK_BYTES_MAX)
@@ -186,9 +201,13 @@ class CallRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if len(set(paths)) < len(paths):
             raise InvalidArgumentError("two files of the call have the same path")
         check_beside(paths)
-        _within("queue_s", self.queue_s, 0, limits.CALL_QUEUE_S_MAX)
+        check_queue_s("queue_s", self.queue_s)
         if self.cases and self.stdin:
             raise InvalidArgumentError("a call with cases takes stdin from each of them, not its own")
+        if not self.cases and (self.checker is not None or self.compare is not Compare.LINES):
+            raise InvalidArgumentError("a checker, and how to compare, are for cases, and there are none")
+        if self.checker is not None and self.compare is not Compare.LINES:
+            raise InvalidArgumentError("a case is judged by a checker or by comparison, not by both")
 
 
 class PhaseResult(msgspec.Struct, frozen=True, kw_only=True):

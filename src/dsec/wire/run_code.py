@@ -10,7 +10,16 @@ import msgspec
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.spec import Environment
-from dsec.wire.calls import CallAnswer, CallFile, CallRequest, CallStatus, PhaseLimits, PhaseResult
+from dsec.wire.calls import (
+    CallAnswer,
+    CallFile,
+    CallRequest,
+    CallStatus,
+    PhaseLimits,
+    PhaseResult,
+    check_call_memory,
+    check_wall_s,
+)
 
 # Their words for languages that task types call otherwise.
 LANGUAGES: Final = {"nodejs": "node", "javascript": "node", "python3": "python", "c++": "cpp", "golang": "go"}
@@ -32,6 +41,7 @@ class RunCodeRequest(msgspec.Struct, frozen=True, kw_only=True):
 class CommandRunResult(msgspec.Struct, frozen=True, kw_only=True):
     status: str  # Finished | Error | TimeLimitExceeded
     execution_time: float | None = None
+    cpu_time: float | None = None
     return_code: int | None = None
     stdout: str | None = None
     stderr: str | None = None
@@ -49,6 +59,9 @@ class RunCodeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def request_of(body: RunCodeRequest, environment: str) -> CallRequest:
     """Raises InvalidArgumentError or LimitError."""
     memory = None if body.memory_limit_MB < 0 else body.memory_limit_MB * limits.MIB
+    check_wall_s("compile_timeout", body.compile_timeout)
+    check_wall_s("run_timeout", body.run_timeout)
+    check_call_memory("memory_limit_MB", memory)
     return CallRequest(
         type=LANGUAGES.get(body.language, body.language),
         code=body.code,
@@ -91,6 +104,7 @@ def _result(phase: PhaseResult | None) -> CommandRunResult | None:
     return CommandRunResult(
         status=status,
         execution_time=phase.wall_s,
+        cpu_time=phase.cpu_s,
         return_code=None if phase.status is CallStatus.TIME_LIMIT else _code(phase),
         stdout=phase.stdout.decode("utf-8", "replace"),
         stderr=phase.stderr.decode("utf-8", "replace"),
