@@ -78,6 +78,20 @@ def test_a_command_has_its_output_and_status(cli: Command, sb: dsec.Sandbox) -> 
     assert (done.returncode, done.stdout, done.stderr) == (7, b"out\n", b"err\n")
 
 
+def test_an_environment_that_is_given_as_the_command_is_seen(cli: Command) -> None:
+    done = cli.run("run", "--backend", "fake", "tools", "--", "true")
+
+    assert done.returncode == 127
+    assert b"dsec run -E tools -- true" in done.stderr
+
+
+def test_wrong_usage_that_only_the_sdk_sees_is_wrong_usage(cli: Command, sb: dsec.Sandbox) -> None:
+    assert cli.run("create", "--backend", "fake", "--memory", "5Q").returncode == 2
+    assert cli.run("create", "--backend", "fake", "--cpu", "0").returncode == 2
+    assert cli.run("exec", sb.id, "-w", "relative", "true").returncode == 2
+    assert cli.run("exec", "nobody", "true").returncode == 125
+
+
 def test_arguments_reach_the_command_as_they_are(cli: Command, sb: dsec.Sandbox) -> None:
     assert cli("exec", sb.id, "--", "echo", "-n", "--json", "a  b") == b"--json a  b"
     assert cli("exec", sb.id, "echo", "--help") == b"--help\n"
@@ -327,7 +341,7 @@ def test_a_shell_is_a_terminal_and_ours_is_restored(cli: Command, service: Runni
 def test_a_shell_without_a_terminal_says_what_to_use(cli: Command, sb: dsec.Sandbox) -> None:
     done = cli.run("shell", "box")
 
-    assert done.returncode == 125
+    assert done.returncode == 2
     assert b"exec -i" in done.stderr
 
 

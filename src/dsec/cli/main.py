@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -37,6 +37,10 @@ from dsec.cli import (
 from dsec.cli.console import complain, fail, settings
 from dsec.core.variables import unknown_variables
 
+if TYPE_CHECKING:
+    from dsec.core.errors import DsecError
+
+EXIT_USAGE: Final = 2
 EXIT_PLATFORM: Final = 125
 EXIT_INTERRUPTED: Final = 130
 _STATUS: Final = {"not_executable": 126, "command_not_found": 127}  # as shells have it
@@ -113,7 +117,7 @@ def main() -> None:
         app(prog_name="dsec")  # also as `python -m dsec`
     except DsecError as error:
         fail(error)
-        raise SystemExit(_STATUS.get(str(error.detail.get("code")), EXIT_PLATFORM)) from None
+        raise SystemExit(_status(error)) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(EXIT_INTERRUPTED) from None
@@ -121,6 +125,15 @@ def main() -> None:
         # The reader of our output has gone (`dsec ls | head -1`): nothing to say, and nobody to say it to.
         sys.stdout = None
         raise SystemExit(EXIT_PLATFORM) from None
+
+
+def _status(error: DsecError) -> int:
+    """What the agent says no to has a code, and is not about how we were called."""
+    from dsec.core.errors import InvalidArgumentError
+
+    if "code" not in error.detail and isinstance(error, InvalidArgumentError):
+        return EXIT_USAGE
+    return _STATUS.get(str(error.detail.get("code")), EXIT_PLATFORM)
 
 
 if __name__ == "__main__":

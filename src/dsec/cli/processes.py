@@ -77,6 +77,8 @@ def run(
     """Run a command in a sandbox of its own, and destroy that."""
 
     async def work() -> int:
+        from dsec.core.errors import DsecError
+
         async with client() as c:
             sandbox = await c.create(
                 environment,
@@ -99,6 +101,10 @@ def run(
                     secrets=parse_pairs(secrets, "secret"),
                     timeout_s=timeout,
                 )
+            except DsecError as error:
+                if error.detail.get("code") == "command_not_found" and command[1:2] == ["--"]:
+                    error.hint = f"is {command[0]} an environment? dsec run -E {command[0]} -- {' '.join(command[2:])}"
+                raise
             finally:
                 if keep:
                     say(f"kept: {sandbox.id}")
