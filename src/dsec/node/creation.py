@@ -319,7 +319,8 @@ class Creation:
                             sources = await self._services.volumes.sources(sandbox.row.spec, sandbox.row.project)
                             wanted = replace(wanted, volumes=sources)
                         step = "claim"
-                        done_ms = create_ms if program is None else None
+                        user = sandbox.row.spec.user
+                        done_ms = create_ms if program is None and user is None else None
                         # Spares are made of environments.
                         ready = origin is None and await self._claim(sandbox, backend, wanted, key, done_ms)
                         if not ready:
@@ -327,6 +328,9 @@ class Creation:
                             instance = await backend.create(wanted, intend=intend, deadline_s=max(left_s(), 0.001))
                             step = "hello"
                             await sandbox.begin(instance, deadline_s=left_s())
+                        if user is not None:
+                            step = "user"
+                            await _check_user(sandbox, user)
                 if program is not None:  # others have their turn while this one waits
                     step = "start"
                     main = await _start(sandbox, program)
@@ -417,6 +421,19 @@ async def _finished(task: asyncio.Task[bool]) -> bool:
     if cancelled:
         raise asyncio.CancelledError
     return task.result()
+
+
+async def _check_user(sandbox: Supervisor, user: str) -> None:
+    """Only the agent knows whom the environment has. Who asks for somebody else learns it by no command, but now."""
+    try:
+        await (await sandbox.client()).stat(agent.PathArgs(path=b"/", user=user))
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(
+            error.message.removeprefix("stat: "),
+            hint="a number needs no entry there",
+            sandbox=sandbox.id,
+            detail=error.detail,
+        ) from error
 
 
 async def _start(sandbox: Supervisor, program: ExecRequest) -> NodeExec:
