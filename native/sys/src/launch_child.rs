@@ -11,7 +11,7 @@ use std::os::fd::RawFd;
 use std::ptr;
 use std::sync::atomic::AtomicI32;
 
-use crate::processors::ProcessorSet;
+use crate::processors::{allowed, restrict, ProcessorSet};
 use crate::rights::{raw_capset, CapSets};
 
 /// What the child was doing when it failed.
@@ -164,7 +164,13 @@ pub fn launch(command: &Command, held: u64, started: &AtomicI32) -> Result<i32, 
         step: Step::Clone,
         errno: 0,
     };
+    // The child inherits it: one that was born elsewhere would have to be moved.
+    let everywhere = command.processors.as_ref().and_then(confine);
     let pid = start(&mut child, started);
+    if let Some(everywhere) = everywhere {
+        // It was allowed before.
+        let _ = restrict(&everywhere);
+    }
     if pid < 0 {
         let error = io::Error::from_raw_os_error(-pid as i32);
         return Err(LaunchFailure {
@@ -189,9 +195,18 @@ pub fn launch(command: &Command, held: u64, started: &AtomicI32) -> Result<i32, 
     }
 }
 
+/// Gives where this thread might run until now. None, and nothing is changed: what that would change is how a program sees its
+/// share, which is no reason not to run it.
+fn confine(processors: &ProcessorSet) -> Option<ProcessorSet> {
+    let before = allowed().ok()?;
+    restrict(processors).ok()?;
+    Some(before)
+}
+
 /// The pid, or a negated errno.
 fn start(child: &mut Child<'_>, started: &AtomicI32) -> i64 {
-    let stack = vec![0u128; STACK_BYTES / 16];
+    // As it is: to clear it would be to touch all of its pages.
+    let stack = Vec::<u128>::with_capacity(STACK_BYTES / 16);
     let base = stack.as_ptr() as u64;
     let flags = (libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PARENT_SETTID) as u64;
     let parent_tid = started.as_ptr() as u64;
@@ -317,15 +332,6 @@ unsafe fn prepare(child: &mut Child<'_>, step: &mut Step) -> i32 {
         }
         if let (Some(fd), true) = (command.cgroup, child.enter_cgroup) {
             attempt!(Step::Cgroup, enter_cgroup(fd));
-        }
-        if let Some(processors) = &command.processors {
-            // What it would change is how a program sees its share, which is no reason not to run it.
-            libc::syscall(
-                libc::SYS_sched_setaffinity,
-                0,
-                std::mem::size_of::<ProcessorSet>(),
-                ptr::from_ref(processors),
-            );
         }
         libc::umask(0o022);
         attempt!(Step::Descriptors, place_descriptors(command));

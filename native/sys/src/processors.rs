@@ -63,6 +63,20 @@ pub fn allowed() -> io::Result<ProcessorSet> {
     Ok(set)
 }
 
+/// From now on the calling thread, and what it starts, runs on these only.
+pub fn restrict(processors: &ProcessorSet) -> io::Result<()> {
+    // SAFETY: the kernel reads at most the given number of bytes of the set, which is plain numbers.
+    check(unsafe {
+        libc::syscall(
+            libc::SYS_sched_setaffinity,
+            0,
+            std::mem::size_of::<ProcessorSet>(),
+            std::ptr::from_ref(processors),
+        )
+    } as i32)?;
+    Ok(())
+}
+
 /// The one that the calling thread runs on just now.
 pub fn current() -> usize {
     // SAFETY: no pointers.

@@ -148,7 +148,7 @@ EXEC = FilterSpec(
         *_REFUSED_HUGE_PAGES,
         _REFUSED_FCNTL,
         _REFUSED_CORE_LIMIT,
-        *[SyscallRule("clone", [ArgRule(0, flag, mask=flag)]) for flag in _NAMESPACE_FLAGS],
+        SyscallRule("clone", [ArgRule(0, 0, mask=sum(_NAMESPACE_FLAGS), negate=True)]),
         SyscallRule("personality", [ArgRule(0, value, negate=True) for value in _PERSONALITIES]),
     ],
     ignore=_IGNORED_CORE_LIMITS,

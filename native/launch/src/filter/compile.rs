@@ -4,16 +4,11 @@ use std::collections::BTreeMap;
 
 use dsec_sys::seccomp::Instruction;
 
+use super::code::{answer, jump, load, AND, JUMP_AT_LEAST, JUMP_EQUAL};
 use super::table;
+use super::tree::{search, Range};
 use crate::error::{Error, Result};
 use crate::wire::{ArgRule, FilterSpec, SyscallRule};
-
-const LOAD: u16 = 0x20;
-const AND: u16 = 0x54;
-const JUMP: u16 = 0x05;
-const JUMP_EQUAL: u16 = 0x15;
-const JUMP_AT_LEAST: u16 = 0x35;
-const RETURN: u16 = 0x06;
 
 const AT_NUMBER: u32 = 0;
 const AT_ARCHITECTURE: u32 = 4;
@@ -30,17 +25,13 @@ const INSTRUCTIONS_MAX: usize = 4096;
 const RULES_MAX: usize = 4096;
 /// A jump to the end of its rule, whose length is known only later.
 const TO_NEXT_RULE: u8 = u8::MAX;
+/// A jump over so many comparisons can be told.
+const ALIKE_MAX: usize = 200;
 
 /// One rule of one call: what to answer when all conditions hold.
 struct Case<'a> {
     when: &'a [ArgRule],
     answer: u32,
-}
-
-/// From `first` on, up to the next entry, numbers get this code.
-struct Range {
-    first: u32,
-    code: Vec<Instruction>,
 }
 
 /// The program for `spec`. A name that the table does not have, or conditions that cannot be, are errors.
@@ -109,37 +100,54 @@ fn ranges(calls: &BTreeMap<u32, Vec<Case>>) -> Result<Vec<Range>> {
     Ok(ranges)
 }
 
-/// A balanced tree of comparisons over the ranges.
-fn search(ranges: &[Range]) -> Vec<Instruction> {
-    if let [only] = ranges {
-        return only.code.clone();
-    }
-    let (low, high) = ranges.split_at(ranges.len() / 2);
-    let pivot = high[0].first;
-    let (low, high) = (search(low), search(high));
-    let mut code = Vec::with_capacity(low.len() + high.len() + 2);
-    match u8::try_from(low.len()) {
-        Ok(distance) => code.push(jump(JUMP_AT_LEAST, pivot, distance, 0)),
-        Err(_) => {
-            code.push(jump(JUMP_AT_LEAST, pivot, 0, 1));
-            code.push(jump(JUMP, low.len() as u32, 0, 0));
-        }
-    }
-    code.extend(low);
-    code.extend(high);
-    code
-}
-
 /// The rules of one call, the first that holds wins.
 fn call_code(cases: &[Case]) -> Result<Vec<Instruction>> {
     let mut code = Vec::new();
-    for case in cases {
-        code.extend(case_code(case)?);
+    let mut rest = cases;
+    while let Some(case) = rest.first() {
+        let (alike, others) = rest.split_at(alike(rest));
+        match alike {
+            [only] => code.extend(case_code(only)?),
+            several => code.extend(one_of_code(several)?),
+        }
         if case.when.is_empty() {
             return Ok(code); // nothing after it can be reached
         }
+        rest = others;
     }
     code.push(answer(ERRNO | libc::ENOSYS as u32));
+    Ok(code)
+}
+
+/// How many cases, from the first on, give the same answer for one value each of the same argument.
+fn alike(cases: &[Case]) -> usize {
+    let value_of = |case: &Case| match case.when {
+        [only] if !only.wide && !only.negate => Some((case.answer, only.index, only.mask)),
+        _ => None,
+    };
+    let first = value_of(&cases[0]);
+    let same = |case: &&Case| first.is_some() && value_of(case) == first;
+    cases.iter().take(ALIKE_MAX).take_while(same).count().max(1)
+}
+
+/// Of alike cases: the argument is looked at once, and the answer is there once.
+fn one_of_code(cases: &[Case]) -> Result<Vec<Instruction>> {
+    let mut code = Vec::new();
+    condition_code(&cases[0].when[0], &mut code)?;
+    code.pop(); // its comparison, of which there are several
+    for (index, case) in cases.iter().enumerate() {
+        let condition = &case.when[0];
+        check_condition(condition)?;
+        let left = cases.len() - 1 - index;
+        let to_next_rule = u8::from(left == 0);
+        code.push(jump(
+            JUMP_EQUAL,
+            condition.equals as u32,
+            left as u8,
+            to_next_rule,
+        ));
+    }
+    code.push(answer(cases[0].answer));
     Ok(code)
 }
 
@@ -165,13 +173,13 @@ fn case_code(case: &Case) -> Result<Vec<Instruction>> {
     Ok(code)
 }
 
-fn condition_code(condition: &ArgRule, code: &mut Vec<Instruction>) -> Result<()> {
+fn check_condition(condition: &ArgRule) -> Result<()> {
     let ArgRule {
         index,
         equals,
         mask,
-        negate,
         wide,
+        ..
     } = *condition;
     if index > 5 {
         return Err(Error::Invalid(format!(
@@ -183,6 +191,18 @@ fn condition_code(condition: &ArgRule, code: &mut Vec<Instruction>) -> Result<()
             "condition that never holds: {equals:#x} under mask {mask:#x}"
         )));
     }
+    Ok(())
+}
+
+fn condition_code(condition: &ArgRule, code: &mut Vec<Instruction>) -> Result<()> {
+    check_condition(condition)?;
+    let ArgRule {
+        index,
+        equals,
+        mask,
+        negate,
+        wide,
+    } = *condition;
     let at = AT_ARGUMENTS + 8 * u32::from(index);
     let mut part = |offset: u32, mask: u32, equals: u32, if_equal: u8, if_not: u8| {
         code.push(load(at + offset));
@@ -207,26 +227,10 @@ fn condition_code(condition: &ArgRule, code: &mut Vec<Instruction>) -> Result<()
     Ok(())
 }
 
-fn load(offset: u32) -> Instruction {
-    jump(LOAD, offset, 0, 0)
-}
-
-fn answer(value: u32) -> Instruction {
-    jump(RETURN, value, 0, 0)
-}
-
-fn jump(code: u16, value: u32, jump_true: u8, jump_false: u8) -> Instruction {
-    Instruction {
-        code,
-        jump_true,
-        jump_false,
-        value,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::filter::code::{JUMP, LOAD, RETURN};
 
     const EPERM: u32 = ERRNO | 1;
     const ENOSYS: u32 = ERRNO | 38;
@@ -434,6 +438,120 @@ mod tests {
                 call(&program, "kill", [0, 0, value, 0, 0, 0]),
                 if same { ENOSYS } else { ALLOW }
             );
+        }
+    }
+
+    /// What the words say, without any program.
+    fn meaning(spec: &FilterSpec, number: u32, args: [u64; 6]) -> u32 {
+        let lists = [
+            (&spec.deny, EPERM),
+            (&spec.ignore, ERRNO),
+            (&spec.nosys, ENOSYS),
+            (&spec.allow, ALLOW),
+        ];
+        for (rules, answer) in lists {
+            for rule in rules {
+                let holds = |arg: &ArgRule| {
+                    let bits = if arg.wide { u64::MAX } else { 0xffff_ffff };
+                    let same = args[usize::from(arg.index)] & arg.mask & bits == arg.equals;
+                    same != arg.negate
+                };
+                if table::number(&rule.syscall) == Some(number) && rule.when.iter().all(holds) {
+                    return answer;
+                }
+            }
+        }
+        ENOSYS
+    }
+
+    #[test]
+    fn a_program_says_what_its_words_say() {
+        let names = table_names();
+        let mut state = 7_u64;
+        let mut below = move |bound: u64| {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) % bound
+        };
+        let values = [
+            0,
+            1,
+            2,
+            3,
+            8,
+            0x5401,
+            0x5402,
+            0x8000_0000,
+            0xffff_ffff,
+            1 << 32,
+            1 << 33 | 1,
+        ];
+        for round in 0..300 {
+            let mut spec = FilterSpec::default();
+            for list in [
+                &mut spec.deny,
+                &mut spec.ignore,
+                &mut spec.nosys,
+                &mut spec.allow,
+            ] {
+                for _ in 0..below(if round % 3 == 0 { 120 } else { 20 }) {
+                    let mut when = Vec::new();
+                    for _ in 0..below(3) {
+                        let wide = below(4) == 0;
+                        let mask = [u64::MAX, 0xff, 0xffff_ffff, 3][below(4) as usize];
+                        let equals = values[below(if wide { 11 } else { 9 }) as usize] & mask;
+                        let equals = if wide { equals } else { equals & 0xffff_ffff };
+                        when.push(ArgRule {
+                            index: below(3) as u8,
+                            equals,
+                            mask,
+                            negate: below(4) == 0,
+                            wide,
+                        });
+                    }
+                    let name = names[below(names.len() as u64) as usize];
+                    list.push(rule(name, when));
+                }
+            }
+            let program = compile(&spec).unwrap();
+            for number in names
+                .iter()
+                .map(|name| table::number(name).unwrap())
+                .chain([600, 470])
+            {
+                for _ in 0..30 {
+                    let args = [0; 6].map(|_: u64| values[below(11) as usize]);
+                    assert_eq!(
+                        run(&program, X86_64, number, args),
+                        meaning(&spec, number, args),
+                        "round {round}, number {number}, {args:x?}, {spec:?}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn one_of_many_values_costs_one_instruction_each() {
+        let values = 0..150_u64;
+        let spec = FilterSpec {
+            allow: values
+                .map(|value| rule("ioctl", vec![arg(1, u64::MAX, 2 * value)]))
+                .collect(),
+            ..Default::default()
+        };
+
+        let program = compile(&spec).unwrap();
+
+        assert!(program.len() < 170, "{}", program.len());
+        for value in 0..310_u64 {
+            let expected = if value < 300 && value % 2 == 0 {
+                ALLOW
+            } else {
+                ENOSYS
+            };
+            assert_eq!(call(&program, "ioctl", [0, value, 0, 0, 0, 0]), expected);
         }
     }
 
