@@ -19,6 +19,7 @@ from dsec.api.request import Services
 from dsec.api.routes import ROUTES
 from dsec.api.routing import RouteTable
 from dsec.api.server import HttpServer, TcpAddress
+from dsec.cluster.fleet import OneNode
 from dsec.cluster.rpc import EmbeddedRpc
 from dsec.core.ids import NodeId
 from dsec.iam.peers import Peer, local_principal
@@ -55,9 +56,10 @@ async def serve(service: NodeService, node: NodeId, directory: Path) -> AsyncIte
     iam = await Iam.open(directory)
     rpc = EmbeddedRpc(service, node)
     keeper = Keeper()
-    admission = Admission(iam.directory, rpc, lambda: [node])
+    fleet = OneNode(rpc, node)
+    admission = Admission(iam.directory, rpc, fleet.nodes)
     services = Services(
-        rpc=rpc, node=node, iam=iam, gate=Gate(iam.directory), keeper=keeper, admission=admission, version="9"
+        rpc=rpc, fleet=fleet, iam=iam, gate=Gate(iam.directory), keeper=keeper, admission=admission, version="9"
     )
     server = HttpServer(Application(RouteTable(ROUTES), services))
     path = directory / "api.sock"

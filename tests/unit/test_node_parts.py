@@ -15,12 +15,12 @@ from dsec.node.accounting import UsageMeter
 from dsec.node.admission import Room, refusal
 from dsec.node.execlog import ExecLog
 from dsec.node.lifetime import Lifetime
-from dsec.node.registry import Place, decode_cursor, encode_cursor
 from dsec.node.rows import ExecDropEntry, ExecEndEntry, ExecStartEntry
 from dsec.node.timers import Timers
 from dsec.testing.clock import ManualClock
 from dsec.testing.nodes import FAKE_SPEC
 from dsec.wire.agent import ExecEnd
+from dsec.wire.cursors import Place, decode_cursor, encode_cursor
 
 ROOM = Room(
     sandboxes=3,

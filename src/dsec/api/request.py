@@ -16,6 +16,7 @@ from dsec.api.keeper import Keeper
 from dsec.api.openstreams import OpenStreams
 from dsec.api.query import text_of
 from dsec.api.routing import Found
+from dsec.cluster.fleet import Fleet
 from dsec.cluster.rpc import Rpc
 from dsec.core.errors import DeadlineError, InvalidArgumentError, LimitError
 from dsec.core.ids import ExecId, NodeId, SandboxId, node_of, parse_exec_id, parse_sandbox_id
@@ -44,7 +45,7 @@ class Services:
     """What the routes work with."""
 
     rpc: Rpc
-    node: NodeId  # where creates go, and what is not about one sandbox
+    fleet: Fleet  # where creates go, and what is not about one sandbox
     iam: Iam
     gate: Gate
     keeper: Keeper
@@ -208,7 +209,7 @@ class Request:
 
     async def call(self, method: Method, record: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> bytes:
         return await self.services.rpc.call(
-            self._node(), method, pack(record), caller=self.caller, timeout_s=timeout_s, key=self.key
+            self._node(method), method, pack(record), caller=self.caller, timeout_s=timeout_s, key=self.key
         )
 
     async def keyed(self, method: Method, record: Any, *, timeout_s: float) -> bytes:
@@ -230,7 +231,7 @@ class Request:
         streams, project = self.services.streams, self.caller.project
         streams.reserve(project)
         try:
-            stream = await self.services.rpc.open(self._node(), method, pack(record), caller=self.caller)
+            stream = await self.services.rpc.open(self._node(method), method, pack(record), caller=self.caller)
         except BaseException:
             streams.free(project)
             raise
@@ -240,9 +241,12 @@ class Request:
         check = None if authorization is None else lambda: gate.principal(authorization, self.peer, within)
         return streams.add(stream, project, check, self._cut)
 
-    def _node(self) -> NodeId:
+    def _node(self, method: Method) -> NodeId:
         assert self.found is not None
-        return node_of(self.sandbox) if "id" in self.found.segments else self.services.node
+        if "id" in self.found.segments:
+            return node_of(self.sandbox)
+        named = self.header(b"dsec-node")
+        return self.services.fleet.node_for(method, None if named is None else text_of(named, "the Dsec-Node header"))
 
     # ---- answering -------------------------------------------------------------------------------
 

@@ -108,6 +108,10 @@ class Creation:
         # It goes on without its caller: with the same key they get it, or learn why not.
         return await result_of(running.task)
 
+    def knows(self, project: str, key: str) -> bool:
+        """Whether a create of this key is under way, or there is what came of it."""
+        return (project, key) in self._in_flight or self._services.journal.key(project, key) is not None
+
     async def _without_key(self, request: CreateRequest, caller: Caller) -> Sandbox:
         task = self._services.tasks.spawn(self._make(request, caller, None, b""), awaited=True)
         try:

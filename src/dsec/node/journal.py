@@ -190,7 +190,18 @@ def _connect(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=_BUSY_S)
 
 
-def _open(path: Path) -> tuple[sqlite3.Connection, NodeId]:
+def take_node_id(path: Path, node: NodeId) -> None:
+    """Before a journal is opened for the first time: the node has this id. Raises HostError when it has another."""
+    db, found = _open(path, node)
+    db.close()
+    if found != node:
+        raise HostError(
+            f"the journal {path} is of node {found}, and this machine was given the id {node}",
+            hint=f"issue an identity for {found}, or give the node another state directory",
+        )
+
+
+def _open(path: Path, node: NodeId | None = None) -> tuple[sqlite3.Connection, NodeId]:
     db = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -203,7 +214,7 @@ def _open(path: Path) -> tuple[sqlite3.Connection, NodeId]:
         _check_pages(db, path)
         db.executescript(_SCHEMA)
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        node_id = _minted_id(db)
+        node_id = _minted_id(db, node)
         path.chmod(0o600)
         return db, node_id
     except sqlite3.DatabaseError as error:
@@ -269,8 +280,8 @@ def _check_schema(db: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def _minted_id(db: sqlite3.Connection) -> NodeId:
-    db.execute("INSERT OR IGNORE INTO meta (name, value) VALUES ('node_id', ?)", (new_node_id(),))
+def _minted_id(db: sqlite3.Connection, node: NodeId | None) -> NodeId:
+    db.execute("INSERT OR IGNORE INTO meta (name, value) VALUES ('node_id', ?)", (node or new_node_id(),))
     (found,) = db.execute("SELECT value FROM meta WHERE name = 'node_id'").fetchone()
     return parse_node_id(found)
 

@@ -14,8 +14,9 @@ from dsec.core import limits
 from dsec.core.errors import DsecError, InvalidArgumentError, LimitError
 from dsec.core.states import ENDED, SandboxState
 from dsec.node.journal import Journal
-from dsec.node.registry import BEGINNING, Place, Registry, decode_cursor, encode_cursor
+from dsec.node.registry import BEGINNING, Registry
 from dsec.node.rights import reaches
+from dsec.wire.cursors import Place, decode_cursor, encode_cursor
 from dsec.wire.records import ListQuery, Sandbox, SandboxPage
 
 _SCANNED_MAX: Final = 5_000  # looked at for one page; a page may come short, and then has a cursor

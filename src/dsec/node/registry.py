@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from dsec.core.errors import ConflictError, InvalidArgumentError
-from dsec.core.ids import parse_sandbox_id
+from dsec.core.errors import ConflictError
 from dsec.node.holdings import ProjectHoldings
 from dsec.node.supervisor import Supervisor
-
-
-class Place(NamedTuple):
-    """A sandbox's place in listings: it never changes, so a cursor stays good whatever comes and goes."""
-
-    created_at: float
-    id: str
-
+from dsec.wire.cursors import Place
 
 BEGINNING = Place(0.0, "")
 
@@ -60,6 +51,13 @@ class Registry:
         self.memory_promised_bytes -= sandbox.row.spec.memory_bytes
         self.holdings.remove(sandbox.row.project, sandbox.row.spec)
 
+    def forget_name(self, id: str) -> None:
+        """Others may have it from here on. The sandbox's row is the caller's to change."""
+        sandbox = self._by_id[id]
+        name = self._name(sandbox)
+        if name is not None and self._by_name.get(name) == id:
+            del self._by_name[name]
+
     def find(self, id: str) -> Supervisor | None:
         return self._by_id.get(id)
 
@@ -79,20 +77,6 @@ class Registry:
     def _name(self, sandbox: Supervisor) -> tuple[str, str] | None:
         name = sandbox.row.spec.name
         return None if name is None else (sandbox.row.project, name)
-
-
-def encode_cursor(place: Place) -> str:
-    return f"{place.created_at!r}:{place.id}"
-
-
-def decode_cursor(text: str) -> Place:
-    """Raises InvalidArgumentError."""
-    moment, _, id = text[:128].partition(":")
-    try:
-        created_at = float(moment)
-    except ValueError as error:
-        raise InvalidArgumentError(f"{text[:80]!r} is not a cursor of a listing") from error
-    return Place(created_at, parse_sandbox_id(id))
 
 
 def _place(sandbox: Supervisor) -> Place:

@@ -77,6 +77,9 @@ API_REQUESTS: Final = Counter(
     registry=REGISTRY,
 )
 
+NODES: Final = Gauge("dsec_nodes", "Nodes of the cluster, as a watcher sees them.", ["state"], registry=REGISTRY)
+NODES_LOST: Final = Counter("dsec_nodes_lost_total", "Nodes that a watcher has declared lost.", registry=REGISTRY)
+
 
 def render() -> bytes:
     """All metrics in the Prometheus text format; its content type is `CONTENT_TYPE`."""

@@ -1,4 +1,4 @@
-"""`python -m dsec.serve up|down|doctor`: what the CLI and the SDK's automatic start run."""
+"""`python -m dsec.serve COMMAND`: what the CLI and the SDK's automatic start run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,10 @@ _SETTINGS: Final = (
     "api.tls_key",
     "api.insecure",
     "node.substrates",
+    "cluster.servers",
+    "cluster.identity",
+    "cluster.listen",
+    "cluster.advertise",
     "log.level",
 )
 
@@ -35,9 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     pipe = ready_pipe(os.environ) if options.command == "up" else None  # type: ignore[arg-type]
     try:
-        if options.command == "doctor":
-            return _doctor(options)
-        return _up(options, given, pipe) if options.command == "up" else _down(options)
+        return _RUN[options.command](options) if options.command != "up" else _up(options, given, pipe)
     except DsecError as error:
         if pipe is not None:
             with suppress(OSError):
@@ -108,6 +110,26 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0
 
 
+def _clustered(options: argparse.Namespace) -> int:
+    """`api`, `node`, `watcher`: in the foreground, each of its own process."""
+    from dsec.serve.clustered import ApiProcess, NodeProcess, WatcherProcess  # loads NATS' client
+    from dsec.serve.config import load_config
+    from dsec.serve.lock import FILE_NAME
+    from dsec.serve.up import run_service
+
+    config = load_config(_flags(options), os.environ, file=options.config)
+    makes = {"api": ApiProcess, "node": NodeProcess, "watcher": WatcherProcess}
+    # Nodes and `dsec up` keep each other out; a replica may run beside either.
+    lock = FILE_NAME if options.command == "node" else f"{options.command}.pid"
+    return run_service(config, makes[options.command](config), lock_name=lock)
+
+
+def _cluster(options: argparse.Namespace) -> int:
+    from dsec.serve.operate import run_operation
+
+    return run_operation(options, _flags(options))
+
+
 def _say(options: argparse.Namespace, text: str) -> None:
     if not options.json and not options.quiet:
         sys.stderr.write(f"dsec: {text}\n")
@@ -128,11 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     down = commands.add_parser("down", help="stop the service; sandboxes run on", allow_abbrev=False)
     doctor = commands.add_parser("doctor", help="report on this machine without a service, in JSON", allow_abbrev=False)
     for command in (up, down, doctor):
-        command.add_argument("--json", action="store_true", help="answers, and errors, in JSON")
-        command.add_argument("--quiet", action="store_true", help="errors only")
-        command.add_argument("--config", type=Path, help="default: /etc/dsec/dsec.toml, where there is one")
-        command.add_argument("--run-dir", dest="run_dir", metavar="DIR")
-        command.add_argument("--state-dir", dest="state_dir", metavar="DIR")
+        _common(command)
     up.add_argument("--listen", dest="api.listen", metavar="HOST:PORT", help="also on TCP, with tokens")
     up.add_argument("--tls-certificate", dest="api.tls_certificate", metavar="FILE")
     up.add_argument("--tls-key", dest="api.tls_key", metavar="FILE")
@@ -140,10 +158,64 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--substrate", dest="node.substrates", action="append", metavar="NAME", help="may be repeated")
     up.add_argument("--log-level", dest="log.level", metavar="LEVEL")
     up.add_argument("--detach", action="store_true", help="return when it answers, and leave it running")
+    _cluster_parsers(commands)
     down.add_argument("--destroy", action="store_true", help="destroy all sandboxes first; otherwise they run on")
     down.add_argument("--launcher", action="store_true", help="end dsec-launch although sandboxes run on")
     down.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS")
     return parser
+
+
+def _cluster_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    for name, what in (
+        ("api", "run an API replica of a cluster"),
+        ("node", "run the node of this machine in a cluster"),
+        ("watcher", "run a watcher of a cluster"),
+    ):
+        parser = commands.add_parser(name, help=what, allow_abbrev=False)
+        _common(parser)
+        _joining(parser)
+        parser.add_argument("--log-level", dest="log.level", metavar="LEVEL")
+        if name == "api":
+            parser.add_argument("--listen", dest="api.listen", metavar="HOST:PORT", help="on TCP, with tokens")
+            parser.add_argument("--tls-certificate", dest="api.tls_certificate", metavar="FILE")
+            parser.add_argument("--tls-key", dest="api.tls_key", metavar="FILE")
+            parser.add_argument("--insecure", dest="api.insecure", action="store_true", default=None)
+        if name == "node":
+            parser.add_argument("--listen", dest="cluster.listen", metavar="HOST:PORT", help="for API replicas")
+            parser.add_argument("--advertise", dest="cluster.advertise", metavar="HOST:PORT")
+            parser.add_argument("--substrate", dest="node.substrates", action="append", metavar="NAME")
+    cluster = commands.add_parser("cluster", help="make a cluster, and look after its nodes", allow_abbrev=False)
+    _common(cluster)
+    _joining(cluster)
+    cluster.add_argument("operation")
+    cluster.add_argument("names", nargs="*")
+    cluster.add_argument("--authority", type=Path, metavar="DIR")
+    cluster.add_argument("--unit", default="main")
+    cluster.add_argument("--days", type=int, default=365)
+    cluster.add_argument("--note", default="")
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="answers, and errors, in JSON")
+    parser.add_argument("--quiet", action="store_true", help="errors only")
+    parser.add_argument("--config", type=Path, help="default: /etc/dsec/dsec.toml, where there is one")
+    parser.add_argument("--run-dir", dest="run_dir", metavar="DIR")
+    parser.add_argument("--state-dir", dest="state_dir", metavar="DIR")
+
+
+def _joining(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--join", dest="cluster.servers", action="append", metavar="URL", help="a NATS server")
+    parser.add_argument("--identity", dest="cluster.identity", metavar="DIR")
+
+
+_RUN: Final[dict[str, Callable[[argparse.Namespace], int]]] = {
+    "down": _down,
+    "doctor": _doctor,
+    "api": _clustered,
+    "node": _clustered,
+    "watcher": _clustered,
+    "cluster": _cluster,
+}
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from dsec.image.residue import check_pattern
 from dsec.node.config import CollectConfig, NodeConfig, WarmConfig
 from dsec.node.volumes import check_datasets
 from dsec.observe.logs import LEVELS
+from dsec.serve.cluster_settings import ClusterSettings
 from dsec.serve.settings import check_names, in_place
 from dsec.storage.loader import FRONTS
 from dsec.storage.store.trusted import trusted_stores
@@ -39,9 +40,12 @@ VARIABLES: Final = {
     "DSEC_STATE_DIR": "state_dir",
     "DSEC_LISTEN": "api.listen",
     "DSEC_SUBSTRATES": "node.substrates",
+    "DSEC_JOIN": "cluster.servers",
+    "DSEC_IDENTITY": "cluster.identity",
     "DSEC_LOG_LEVEL": "log.level",
 }
-_FLAGS: Final = {"node.substrates": "substrate"}  # those that are not called as their setting
+_LISTS: Final = ("node.substrates", "cluster.servers")
+_FLAGS: Final = {"node.substrates": "substrate", "cluster.servers": "join"}  # those not called as their setting
 _LISTEN: Final = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[A-Za-z0-9.-]+)):(?P<port>[0-9]{1,5})\Z")
 
 
@@ -303,6 +307,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     storage: StorageSettings = StorageSettings()
     registries: RegistriesSettings = RegistriesSettings()
     calls: CallsSettings = CallsSettings()
+    cluster: ClusterSettings = ClusterSettings()
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:
@@ -336,7 +341,7 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], *, file: P
     origins = dict.fromkeys(_dotted(tables), str(path))
     for variable, name in VARIABLES.items():
         if value := environ.get(variable):
-            _set(settings, name, value.split(",") if name == "node.substrates" else value)
+            _set(settings, name, value.split(",") if name in _LISTS else value)
             origins[name] = variable
     for name, given in flags.items():
         if given is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import tempfile
 from pathlib import Path
@@ -26,6 +27,10 @@ async def examine_host(config: ServeConfig) -> DoctorReport:
     state_dir, run_dir = Path(config.state_dir), Path(config.run_dir)
     findings = [_service(run_dir), *fingerprint(config.node.config(state_dir=state_dir, run_dir=run_dir))]
     findings.append(await _environments(state_dir))
+    if config.cluster.servers:
+        from dsec.serve.identity import examine_identity  # loads what only clusters need
+
+        findings += examine_identity(Path(config.cluster.identity), now=datetime.datetime.now(datetime.UTC))
     substrates: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="dsec-doctor-", ignore_cleanup_errors=True) as directory:
         place = Path(directory)

@@ -19,9 +19,9 @@ class RunLock:
         self._descriptor = descriptor
 
     @classmethod
-    def acquire(cls, run_dir: Path) -> RunLock:
+    def acquire(cls, run_dir: Path, name: str = FILE_NAME) -> RunLock:
         """Raises ConflictError, which names the holder, or HostError."""
-        descriptor = _open(run_dir / FILE_NAME)
+        descriptor = _open(run_dir / name)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -34,7 +34,7 @@ class RunLock:
         except OSError as error:
             os.close(descriptor)
             raise HostError(
-                f"cannot write {run_dir / FILE_NAME}: {error.strerror}", hint=f"make room in {run_dir}"
+                f"cannot write {run_dir / name}: {error.strerror}", hint=f"make room in {run_dir}"
             ) from error
         return cls(descriptor)
 

@@ -1,4 +1,4 @@
-"""`dsec up`: the service in this process, until it is told to stop."""
+"""A service in this process, until it is told to stop: of `dsec up`, or of a process of a cluster."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import uvloop
 
-from dsec.core.errors import HostError
+from dsec.core.errors import DsecError, HostError
 from dsec.core.units import parse_size
 from dsec.observe.logs import configure_logs, get_logger
 from dsec.serve.config import ServeConfig
-from dsec.serve.lock import RunLock
+from dsec.serve.lock import FILE_NAME, RunLock
 from dsec.serve.logfile import RotatingLog
-from dsec.serve.service import LocalService
+from dsec.serve.service import LocalService, Running
 
 log = get_logger(__name__)
 
@@ -26,6 +26,18 @@ _FORCED = 130  # exit status after the third signal
 
 
 def run_up(config: ServeConfig, *, ready: Callable[[], None] | None = None, to_file: bool = False) -> int:
+    """`dsec up`."""
+    return run_service(config, LocalService(config), ready=ready, to_file=to_file)
+
+
+def run_service(
+    config: ServeConfig,
+    service: Running,
+    *,
+    lock_name: str = FILE_NAME,
+    ready: Callable[[], None] | None = None,
+    to_file: bool = False,
+) -> int:
     """Returns the exit status once it has been stopped. `ready` is called when the socket answers.
 
     SIGTERM or SIGINT: requests under way get their grace; a second one: they do not; a third: out at once. Sandboxes
@@ -34,19 +46,20 @@ def run_up(config: ServeConfig, *, ready: Callable[[], None] | None = None, to_f
     os.umask(0o077)
     _raise_descriptors()
     _make_directories(config)
-    lock = RunLock.acquire(Path(config.run_dir))
+    lock = RunLock.acquire(Path(config.run_dir), lock_name)
     try:
         _start_logs(config, to_file=to_file)
-        uvloop.run(_serve(config, ready))
+        failure = uvloop.run(_serve(service, ready))
     finally:
         lock.release()
+    if failure is not None:
+        raise failure
     return 0
 
 
-async def _serve(config: ServeConfig, ready: Callable[[], None] | None) -> None:
+async def _serve(service: Running, ready: Callable[[], None] | None) -> DsecError | None:
     stop, hurry = asyncio.Event(), asyncio.Event()
     _handle_signals(stop, hurry)
-    service = LocalService(config)
     starting = asyncio.create_task(service.start())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -56,22 +69,23 @@ async def _serve(config: ServeConfig, ready: Callable[[], None] | None) -> None:
         await starting
     except asyncio.CancelledError:
         log.info("stopped while starting")
-        return
+        return None
     finally:
         stopping.cancel()
-    log.info(
-        "ready",
-        socket=str(config.socket),
-        tcp=[f"{address.host}:{address.port}" for address in service.addresses],
-        node=service.node.id,
-        pid=os.getpid(),
-    )
+    log.info("ready", **service.told(), pid=os.getpid())
     if ready is not None:
         ready()
-    await stop.wait()
-    log.info("stopping")
+    failing = asyncio.create_task(service.failed())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    failure = failing.result() if failing.done() else None
+    for task in (failing, stopping):
+        task.cancel()
+    await asyncio.gather(failing, stopping, return_exceptions=True)
+    log.info("stopping", why=None if failure is None else failure.message)
     await service.close(hurry=hurry)
     log.info("stopped")
+    return failure
 
 
 def _handle_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:

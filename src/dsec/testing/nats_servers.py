@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import shutil
 import signal
 import socket
@@ -16,20 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from dsec.cluster.certificates import Authority, client_context
+from dsec.cluster.certificates import client_context
 from dsec.cluster.engine.connection import Engine, EngineSettings
-from dsec.cluster.engine.credentials import (
-    Credentials,
-    SigningKey,
-    account_jwt,
-    operator_jwt,
-    server_configuration,
-    user_credentials,
-)
-from dsec.cluster.engine.layout import Layout, Rights
+from dsec.cluster.engine.credentials import Credentials
+from dsec.cluster.engine.layout import Layout
 from dsec.cluster.engine.setup import prepare
 from dsec.core.errors import DsecError
 from dsec.core.ids import NodeId
+from dsec.serve.authority import AuthorityDirectory
 
 UNIT: Final = "test"
 _START_S: Final = 60.0
@@ -50,10 +43,10 @@ class NatsServers:
     directory: Path
     count: int
     layout: Layout
+    keys: AuthorityDirectory = field(init=False)
     ports: list[int] = field(default_factory=list)
     _routes: list[int] = field(default_factory=list)
     _processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    _account: SigningKey = field(default_factory=lambda: SigningKey.generate("account"))
     _engines: list[Engine] = field(default_factory=list)
 
     @classmethod
@@ -74,21 +67,14 @@ class NatsServers:
     def urls(self) -> tuple[str, ...]:
         return tuple(f"tls://localhost:{port}" for port in self.ports)
 
-    @property
-    def authority(self) -> Authority:
-        return Authority.load((self.directory / "ca.pem").read_bytes(), (self.directory / "ca.key").read_bytes())
-
     def tls(self) -> ssl.SSLContext:
-        return client_context(self.directory / "ca.pem")
+        return client_context(self.directory / "nats" / "ca.pem")
 
     def control(self, who: str = "api-1") -> Credentials:
-        return user_credentials(self._account, who, self.layout.control_rights())
+        return self.keys.credentials(who, self.layout.control_rights())
 
     def node(self, node: NodeId) -> Credentials:
-        return user_credentials(self._account, node, self.layout.node_rights(node))
-
-    def anybody(self, name: str, rights: Rights) -> Credentials:
-        return user_credentials(self._account, name, rights)
+        return self.keys.credentials(node, self.layout.node_rights(node))
 
     async def connect(self, who: str = "api-1", credentials: Credentials | None = None) -> Engine:
         settings = EngineSettings(self.urls, self.layout, who, credentials or self.control(who), self.tls())
@@ -136,7 +122,8 @@ class NatsServers:
                 finally:
                     await engine.close()
             except DsecError as error:
-                if asyncio.get_running_loop().time() > deadline:
+                ended = any(process.poll() is not None for process in self._processes.values())
+                if ended or asyncio.get_running_loop().time() > deadline:
                     raise AssertionError(f"the NATS servers are not ready: {error}\n{self.logs()}") from error
                 await asyncio.sleep(0.1)
 
@@ -157,32 +144,15 @@ class NatsServers:
     # -- files -------------------------------------------------------------------------------------
 
     def prepare_files(self) -> None:
-        now = datetime.datetime.now(datetime.UTC)
-        authority = Authority.create(UNIT, now=now)
-        issued = authority.issue(["localhost", "127.0.0.1"], now=now, serves=True, asks=True)
-        for name, content in (
-            ("ca.pem", authority.certificate),
-            ("ca.key", authority.key),
-            ("nats.pem", issued.certificate),
-            ("nats.key", issued.key),
-        ):
-            (self.directory / name).write_bytes(content)
-        operator, system = SigningKey.generate("operator"), SigningKey.generate("account")
-        trust = server_configuration(
-            operator_jwt=operator_jwt(operator, UNIT, system_account=system.public),
-            system_account=system.public,
-            accounts=[
-                (system.public, account_jwt(operator, system, "system", jetstream=False)),
-                (self._account.public, account_jwt(operator, self._account, UNIT, jetstream=True)),
-            ],
-        )
+        self.keys = AuthorityDirectory.create(self.directory / "authority", UNIT)
+        self.keys.issue_nats(self.directory / "nats", ["localhost", "127.0.0.1"])
         self.ports, self._routes = _free_ports(self.count), _free_ports(self.count)
         for number in range(self.count):
-            (self.directory / f"server-{number}.conf").write_text(self._configuration(number) + trust)
+            (self.directory / f"server-{number}.conf").write_text(self._configuration(number))
 
     def _configuration(self, number: int) -> str:
         here = self.directory
-        tls = f'cert_file: "{here}/nats.pem", key_file: "{here}/nats.key", ca_file: "{here}/ca.pem"'
+        tls = f'cert_file: "{here}/nats/cert.pem", key_file: "{here}/nats/cert.key", ca_file: "{here}/nats/ca.pem"'
         lines = [
             f"server_name: n{number}",
             f"listen: 127.0.0.1:{self.ports[number]}",
@@ -193,7 +163,7 @@ class NatsServers:
             routes = ", ".join(f"tls://127.0.0.1:{port}" for port in self._routes)
             listen = f"listen: 127.0.0.1:{self._routes[number]}"
             lines.append(f"cluster {{ name: test, {listen}, routes: [{routes}], tls {{ {tls} }} }}")
-        return "\n".join(lines) + "\n"
+        return "\n".join((*lines, "include nats/nats-trust.conf")) + "\n"
 
 
 @contextlib.asynccontextmanager

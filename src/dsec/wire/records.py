@@ -118,6 +118,7 @@ class BatchItem(msgspec.Struct, frozen=True, kw_only=True):
 class SandboxPage(msgspec.Struct, frozen=True):
     sandboxes: list[Sandbox] = []
     next: str | None = None  # cursor for the next page
+    missing: list[str] = []  # nodes that did not answer: their sandboxes are not here
 
 
 class ListQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from functools import cache
 
-import msgspec
-
 from dsec.api.openapi import document
 from dsec.api.request import Answer, Request
 from dsec.api.routing import Route
 from dsec.observe import metrics
-from dsec.wire.codec import pack, to_json, unpack
+from dsec.wire.codec import to_json
 from dsec.wire.collect import GcReport, GcRequest
-from dsec.wire.node import Caller, Method, Nothing, Right
+from dsec.wire.node import Method, Nothing, Right
 from dsec.wire.records import DoctorReport, Health
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_HEALTH_TIMEOUT_S = 5.0
 _GC_TIMEOUT_S = 600.0  # trees of millions of files are counted, and removed
 _DOCTOR_TIMEOUT_S = 120.0  # probes boot and mount things
 
@@ -25,12 +22,7 @@ async def health(request: Request) -> Answer:
     services = request.services
     if not services.gate.is_known(request.header(b"authorization"), request.peer):
         return Answer(to_json(Health(version=services.version, node="", started_at=0.0)))
-    caller = Caller(principal="api", project="/", rights=frozenset({Right.READ}))
-    answer = await services.rpc.call(
-        services.node, Method.HEALTH, pack(Nothing()), caller=caller, timeout_s=_HEALTH_TIMEOUT_S
-    )
-    known = msgspec.structs.replace(unpack(answer, Health), load=services.rpc.load(services.node))
-    return Answer(to_json(known))
+    return Answer(to_json(await services.fleet.health(services.version)))
 
 
 async def doctor(request: Request) -> Answer:

@@ -8,13 +8,13 @@ from collections.abc import Coroutine
 from typing import Any
 
 from dsec.api.query import Kind, Param
-from dsec.api.request import CALL_MARGIN_S, Answer, Request
+from dsec.api.request import CALL_MARGIN_S, CALL_TIMEOUT_S, Answer, Request
 from dsec.api.routing import Route
 from dsec.core.errors import DeadlineError, InvalidArgumentError
 from dsec.core.limits import LIST_PAGE_DEFAULT, LIST_PAGE_MAX
 from dsec.core.spec import check_labels
 from dsec.core.states import SandboxState
-from dsec.wire.codec import pack, to_json, unpack
+from dsec.wire.codec import to_json
 from dsec.wire.node import Method, Right, SetTtl
 from dsec.wire.records import CreateRequest, ListQuery, Metrics, Sandbox, SandboxPage, SandboxRef, TtlRequest
 
@@ -35,11 +35,9 @@ async def create(request: Request, body: CreateRequest, *, key: str | None, wait
     services = request.services
     timeout_s = body.timeout_s if wait_s is None or key is not None else min(wait_s, body.timeout_s)
 
-    def ask() -> Coroutine[Any, Any, bytes]:
-        return services.rpc.call(
-            services.node,
-            Method.CREATE,
-            pack(body),
+    def ask() -> Coroutine[Any, Any, Sandbox]:
+        return services.fleet.create(
+            body,
             caller=request.caller,
             timeout_s=timeout_s + (CALL_MARGIN_S if timeout_s == body.timeout_s else 0.0),
             key=key,
@@ -47,11 +45,11 @@ async def create(request: Request, body: CreateRequest, *, key: str | None, wait
 
     work = services.admission.create(body, ask, request.caller, key)
     if key is None:
-        return unpack(await work, Sandbox)
-    return unpack(await _waited(services.keeper.start(work), wait_s), Sandbox)
+        return await work
+    return await _waited(services.keeper.start(work), wait_s)
 
 
-async def _waited(task: asyncio.Task[bytes], wait_s: float | None) -> bytes:
+async def _waited(task: asyncio.Task[Sandbox], wait_s: float | None) -> Sandbox:
     try:
         async with asyncio.timeout(wait_s) as limit:
             return await asyncio.shield(task)
@@ -86,7 +84,8 @@ async def list_sandboxes(request: Request) -> Answer:
         cursor=query["cursor"],
         metrics=query["metrics"],
     )
-    return await request.forward(Method.LIST, listing, SandboxPage)
+    page = await request.services.fleet.listing(listing, caller=request.caller, timeout_s=CALL_TIMEOUT_S)
+    return Answer(to_json(page))
 
 
 def _labels(given: list[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import contextlib
 import re
 import secrets
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -97,6 +98,7 @@ class Engine:
     settings: EngineSettings
     client: Client = field(default_factory=Client)
     _reconnected: set[Callable[[], None]] = field(default_factory=set)
+    _since: float = field(default_factory=time.monotonic)
     _refused: set[str] = field(default_factory=set)  # what the server has said so of, in its words
 
     @property
@@ -106,6 +108,11 @@ class Engine:
     @property
     def connected(self) -> bool:
         return self.client.is_connected
+
+    @property
+    def connected_since(self) -> float | None:
+        """On the monotonic clock, without a break; None: it is away."""
+        return self._since if self.connected else None
 
     @classmethod
     async def connect(cls, settings: EngineSettings, *, timeout_s: float = _CONNECT_S) -> Engine:
@@ -290,6 +297,7 @@ class Engine:
             log.warning("the connection to the engine is lost")
 
     async def _on_reconnect(self) -> None:
+        self._since = time.monotonic()
         log.info("connected to the engine again")
         for callback in list(self._reconnected):
             callback()

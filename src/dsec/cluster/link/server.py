@@ -7,6 +7,8 @@ import ssl
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+import msgspec
+
 from dsec.cluster.certificates import API_NAME
 from dsec.cluster.link.bodies import Assembly, check_size, send_body
 from dsec.cluster.link.connection import Connection
@@ -48,7 +50,7 @@ from dsec.wire.link import (
     Welcome,
     split_head,
 )
-from dsec.wire.node import Method, NodeService
+from dsec.wire.node import Caller, Method, NodeService
 
 log = get_logger(__name__)
 
@@ -244,7 +246,7 @@ class _Link:
             try:
                 async with asyncio.timeout(head.timeout_s) as limit:
                     answer = await service.call(
-                        method, body, caller=head.caller, key=head.key, timeout_s=head.timeout_s
+                        method, body, caller=_far(head.caller), key=head.key, timeout_s=head.timeout_s
                     )
             except TimeoutError as error:
                 if not limit.expired():
@@ -266,7 +268,7 @@ class _Link:
         lingering = asyncio.create_task(self._linger(stream, asyncio.current_task()), name="lingering")
         error: BaseException | None = None
         try:
-            await self._listener.service.serve_stream(method, body, stream, caller=head.caller)
+            await self._listener.service.serve_stream(method, body, stream, caller=_far(head.caller))
         except asyncio.CancelledError:
             error = UnavailableError("the node has ended the stream")
             raise
@@ -304,3 +306,8 @@ class _Link:
         streams, self.streams = self.streams, {}
         for stream in streams.values():
             stream.end(UnavailableError(f"the connection to the API is lost: {why}"))
+
+
+def _far(caller: Caller) -> Caller:
+    """Who comes from another machine names no files of this one."""
+    return msgspec.structs.replace(caller, local=False) if caller.local else caller

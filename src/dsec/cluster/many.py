@@ -1,0 +1,322 @@
+"""The nodes of a cluster as one (`cluster.fleet.Fleet`)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from dsec.cluster.members.nodes import Nodes, NodeState, NodeView
+from dsec.cluster.names import Claim, Holder, Names
+from dsec.cluster.operations import Operation, Operations
+from dsec.cluster.pages import merge_pages
+from dsec.cluster.registry import Registry
+from dsec.cluster.rpc import Rpc
+from dsec.core.clock import Clock
+from dsec.core.errors import (
+    CapacityError,
+    ConflictError,
+    DeadlineError,
+    DsecError,
+    IdempotencyError,
+    InvalidArgumentError,
+    NodeRetiredError,
+    NotFoundError,
+    Outcome,
+    UnavailableError,
+    UnsupportedError,
+)
+from dsec.core.ids import NodeId, parse_node_id
+from dsec.observe.logs import get_logger
+from dsec.wire.codec import pack, unpack
+from dsec.wire.node import Caller, Method, Right
+from dsec.wire.records import CreateRequest, Health, ListQuery, NodeLoad, Sandbox, SandboxPage
+
+log = get_logger(__name__)
+
+_NODES_TRIED_MAX: Final = 8  # of one create: each has refused with a reason
+_LISTED_AT_ONCE: Final = 64
+_LIST_S: Final = 5.0  # for one node: one that does not answer is named, and not waited for
+# Nothing of these is about one node: any that is live will do.
+_ANYWHERE: Final = frozenset((Method.CALL, Method.CALL_TYPES))
+# A refusal of the node itself: it has nothing of this create.
+_REFUSALS: Final = (CapacityError, NotFoundError, UnsupportedError)
+
+Choose = Callable[[CreateRequest, Sequence[NodeView]], NodeId]
+
+
+class ManyNodes:
+    """Creates are placed, and refused ones placed again; listings are merged; keys and names hold over all nodes."""
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        nodes: Nodes,
+        registry: Registry,
+        clock: Clock,
+        *,
+        choose: Choose | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._rpc = rpc
+        self._nodes = nodes
+        self._clock = clock
+        self._operations = Operations(registry, clock)
+        self._names = Names(registry, clock, self._still_there)
+        self._under_way: Counter[NodeId] = Counter()  # creates of ours that no load tells of yet
+        self._rng = rng or random.Random()
+        self._choose_of = choose or self._less_loaded
+        self._started_at = clock.wall_s()
+
+    # -- creates -----------------------------------------------------------------------------------
+
+    async def create(self, request: CreateRequest, *, caller: Caller, key: str | None, timeout_s: float) -> Sandbox:
+        until = self._clock.monotonic_s() + timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                work = _Create(self, request, caller, key, until)
+                return await work.run()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DeadlineError(
+                f"the create was not done within {timeout_s:g} s", hint="ask again with the same Idempotency-Key"
+            ) from error
+
+    def nodes(self) -> Sequence[NodeId]:
+        now = self._clock.monotonic_s()
+        return [view.id for view in self._nodes if view.state(now) in (NodeState.LIVE, NodeState.SUSPECT)]
+
+    def choose(self, request: CreateRequest, tried: set[NodeId]) -> NodeId:
+        """Raises CapacityError when no node takes anything new."""
+        now = self._clock.monotonic_s()
+        substrate = str(request.spec.substrate)
+        found = [
+            view
+            for view in self._nodes
+            if view.id not in tried and view.takes_new(now) and view.card and substrate in view.card.substrates
+        ]
+        if not found:
+            raise CapacityError(
+                f"no node takes a new {substrate} sandbox now" + (f"; {len(tried)} have refused" if tried else ""),
+                retry_after_s=1.0,
+            )
+        return self._choose_of(request, found)
+
+    def _less_loaded(self, _: CreateRequest, views: Sequence[NodeView]) -> NodeId:
+        """Of two at random: with the figures of a moment ago, the least loaded of all would get every create."""
+        two = views if len(views) <= 2 else self._rng.sample(views, 2)
+        return min(two, key=lambda view: (self._fullness(view), self._rng.random())).id
+
+    def _fullness(self, view: NodeView) -> float:
+        load = view.load or NodeLoad()
+        count = load.sandboxes + self._under_way[view.id]
+        return max(
+            count / max(load.sandboxes_max, 1), load.memory_promised_bytes / max(load.memory_promised_bytes_max, 1)
+        )
+
+    async def ask(
+        self, node: NodeId, request: CreateRequest, caller: Caller, key: str | None, timeout_s: float
+    ) -> Sandbox:
+        self._under_way[node] += 1
+        try:
+            answer = await self._rpc.call(
+                node, Method.CREATE, pack(request), caller=caller, timeout_s=timeout_s, key=key
+            )
+            return unpack(answer, Sandbox)
+        finally:
+            self._under_way[node] -= 1
+            if not self._under_way[node]:
+                del self._under_way[node]
+
+    @property
+    def operations(self) -> Operations:
+        return self._operations
+
+    @property
+    def names(self) -> Names:
+        return self._names
+
+    def left_s(self, until: float) -> float:
+        return max(until - self._clock.monotonic_s(), 0.001)
+
+    async def _still_there(self, holder: Holder, project: str, name: str) -> bool:
+        view = self._nodes.find(NodeId(holder.node))
+        if view is None or view.state(self._clock.monotonic_s()) in (NodeState.LOST, NodeState.RETIRED):
+            return False  # and it cannot bring the name back: it drops its names when it joins again
+        query = ListQuery(name=name, limit=1)
+        page = await self._list_one(view.id, query, _inspector(project), _LIST_S)
+        return any(sandbox.project == project for sandbox in page.sandboxes)
+
+    # -- listings ----------------------------------------------------------------------------------
+
+    async def listing(self, query: ListQuery, *, caller: Caller, timeout_s: float) -> SandboxPage:
+        """Nodes that do not answer are named in `missing`: what they hold is not in the page."""
+        now = self._clock.monotonic_s()
+        asked, missing = [], []
+        for view in self._nodes:
+            state = view.state(now)
+            if state == NodeState.LOST:
+                missing.append(str(view.id))
+            elif state != NodeState.RETIRED and view.member is not None:
+                asked.append(view.id)
+        turn = asyncio.Semaphore(_LISTED_AT_ONCE)
+        pages: list[SandboxPage] = []
+
+        async def ask(node: NodeId) -> None:
+            async with turn:
+                try:
+                    pages.append(await self._list_one(node, query, caller, min(timeout_s, _LIST_S)))
+                except (UnavailableError, DeadlineError, NodeRetiredError) as error:
+                    log.info("a node does not list", node=node, error=str(error))
+                    missing.append(str(node))
+
+        await _all(ask, asked)
+        return merge_pages(pages, query.limit, sorted(missing))
+
+    async def _list_one(self, node: NodeId, query: ListQuery, caller: Caller, timeout_s: float) -> SandboxPage:
+        return unpack(
+            await self._rpc.call(node, Method.LIST, pack(query), caller=caller, timeout_s=timeout_s), SandboxPage
+        )
+
+    # -- the rest ----------------------------------------------------------------------------------
+
+    def node_for(self, method: Method, named: str | None) -> NodeId:
+        if named is not None:
+            return parse_node_id(named)
+        now = self._clock.monotonic_s()
+        live = [view for view in self._nodes if view.state(now) == NodeState.LIVE]
+        if not live:
+            raise UnavailableError("no node of the cluster is there", outcome=Outcome.UNCHANGED, retry_after_s=1.0)
+        if method in _ANYWHERE:
+            new = [view for view in live if view.takes_new(now)] or live
+            return min(new, key=lambda view: (self._fullness(view), self._rng.random())).id
+        if len(live) > 1:
+            raise InvalidArgumentError(
+                f"{method} is of one node, and there are {len(live)}",
+                hint="name it in the header Dsec-Node; `dsec cluster nodes` lists them",
+            )
+        return live[0].id
+
+    async def health(self, version: str) -> Health:
+        now = self._clock.monotonic_s()
+        loads = [view.load or NodeLoad() for view in self._nodes if view.state(now) == NodeState.LIVE]
+        total = NodeLoad(
+            sandboxes=sum(load.sandboxes for load in loads),
+            sandboxes_max=sum(load.sandboxes_max for load in loads),
+            memory_promised_bytes=sum(load.memory_promised_bytes for load in loads),
+            memory_promised_bytes_max=sum(load.memory_promised_bytes_max for load in loads),
+        )
+        return Health(version=version, node="", started_at=self._started_at, sandboxes=total.sandboxes, load=total)
+
+
+class _Create:
+    """One create, over as many nodes as it takes."""
+
+    def __init__(self, fleet: ManyNodes, request: CreateRequest, caller: Caller, key: str | None, until: float) -> None:
+        self._fleet = fleet
+        self._request = request
+        self._caller = caller
+        self._key = key
+        self._until = until
+        self._tried: set[NodeId] = set()
+        self._claim: Claim | None = None
+
+    async def run(self) -> Sandbox:
+        operation = await self._operation()
+        node = operation.node if operation is not None else self._choose()
+        try:
+            while True:
+                try:
+                    sandbox = await self._at(node)
+                except DsecError as error:
+                    operation, node = await self._elsewhere(error, operation, node)
+                    continue
+                if self._claim is not None:
+                    await self._fleet.names.keep(self._claim, sandbox.id)
+                return sandbox
+        except DsecError as error:
+            if self._claim is not None and error.outcome != Outcome.UNKNOWN:
+                await self._fleet.names.drop(self._claim)
+            raise
+
+    async def _operation(self) -> Operation | None:
+        if self._key is None:
+            return None
+        operations, project = self._fleet.operations, self._caller.project
+        while True:
+            left_s = self._fleet.left_s(self._until)
+            known = await operations.again(project, self._key, self._request, timeout_s=left_s)
+            if known is not None:
+                return known
+            try:
+                return await operations.begin(project, self._key, self._request, self._choose(), timeout_s=left_s)
+            except ConflictError:
+                continue  # another replica was faster: it is known now
+
+    def _choose(self) -> NodeId:
+        return self._fleet.choose(self._request, self._tried)
+
+    async def _at(self, node: NodeId) -> Sandbox:
+        name = self._request.spec.name
+        if name is not None:
+            if self._claim is None:
+                self._claim = await self._fleet.names.claim(self._caller.project, name, node, self._key)
+            elif self._claim.holder.node != node:
+                self._claim = await self._fleet.names.move(self._claim, node)
+        left_s = self._fleet.left_s(self._until)
+        return await self._fleet.ask(node, self._request, self._caller, self._key, left_s)
+
+    async def _elsewhere(
+        self, error: DsecError, operation: Operation | None, node: NodeId
+    ) -> tuple[Operation | None, NodeId]:
+        """Where to try next. Raises `error` when that is nowhere."""
+        first = operation is None or operation.first
+        if not _is_refusal(error, first=first):
+            if error.outcome == Outcome.UNCHANGED and isinstance(error, UnavailableError) and not first:
+                # This try did not reach the node; one before it may have.
+                raise UnavailableError(
+                    error.message,
+                    outcome=Outcome.UNKNOWN,
+                    hint="ask again with the same Idempotency-Key",
+                    retry_after_s=1.0,
+                ) from error
+            raise error
+        if operation is not None and not operation.alone and not isinstance(error, NodeRetiredError):
+            raise error  # another try of the key may be under way there, and succeed: it stays at this node
+        self._tried.add(node)
+        if len(self._tried) >= _NODES_TRIED_MAX:
+            raise error
+        try:
+            new = self._choose()
+        except CapacityError:
+            raise error from None
+        log.info("a create is placed again", refused_by=node, error=error.message)
+        if operation is None:
+            return None, new
+        try:
+            operation = await self._fleet.operations.move(operation, new)
+        except ConflictError:
+            operation = await self._operation()  # another replica has moved it, or tries it
+            assert operation is not None
+        return operation, operation.node
+
+
+def _is_refusal(error: DsecError, *, first: bool) -> bool:
+    if isinstance(error, IdempotencyError):
+        return False
+    if isinstance(error, (NodeRetiredError, *_REFUSALS)):
+        return True
+    return first and isinstance(error, UnavailableError) and error.outcome == Outcome.UNCHANGED
+
+
+def _inspector(project: str) -> Caller:
+    return Caller(principal="api", project=project, rights=frozenset({Right.READ}))
+
+
+async def _all(work: Callable[[NodeId], object], nodes: Sequence[NodeId]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for node in nodes:
+            group.create_task(work(node))  # type: ignore[arg-type]

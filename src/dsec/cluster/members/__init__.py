@@ -1,0 +1,1 @@
+"""Which nodes there are: joining, signs of life, verdicts."""

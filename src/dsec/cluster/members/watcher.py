@@ -1,0 +1,129 @@
+"""Declares nodes lost, and says so in the log of events. Any number may run; one acts."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import Final
+
+from dsec.cluster.leases import Held, Lease
+from dsec.cluster.log import Log, LogStream
+from dsec.cluster.members.nodes import Nodes, NodeState
+from dsec.cluster.members.rulings import declare_lost
+from dsec.cluster.members.verdicts import verdicts
+from dsec.cluster.registry import Registry
+from dsec.core.clock import Clock
+from dsec.core.errors import ConflictError, DsecError, UnavailableError
+from dsec.core.ids import NodeId
+from dsec.observe import metrics
+from dsec.observe.logs import get_logger
+from dsec.wire.cluster import NodeEvent
+from dsec.wire.codec import pack
+
+log = get_logger(__name__)
+
+_LEASE: Final = "watcher"
+_LEASE_S: Final = 15.0
+_RENEW_S: Final = 5.0
+_LOOK_S: Final = 1.0
+
+
+class Watcher:
+    """`engine_since`: since when (monotonic) the engine has been there without a break; None: it is away."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        events: Log,
+        nodes: Nodes,
+        lease: Lease,
+        clock: Clock,
+        *,
+        engine_since: Callable[[], float | None],
+        look_s: float = _LOOK_S,
+    ) -> None:
+        self._registry = registry
+        self._events = events
+        self._nodes = nodes
+        self._lease = lease
+        self._clock = clock
+        self._engine_since = engine_since
+        self._look_s = look_s
+        self._name = f"watcher-{secrets.token_hex(8)}"
+        self._held: Held | None = None
+        self._renew_at = 0.0
+        self._frozen = False
+
+    @property
+    def acts(self) -> bool:
+        return self._held is not None and self._clock.monotonic_s() < self._held.until
+
+    async def run(self) -> None:
+        """Until it is cancelled; then another may act at once."""
+        try:
+            while True:
+                try:
+                    await self._hold()
+                    if self.acts:
+                        await self.look()
+                except (UnavailableError, ConflictError) as error:
+                    log.warning("the watcher could not do its work", error=str(error))
+                self._count()
+                await asyncio.sleep(self._look_s)
+        finally:
+            if self._held is not None:
+                await self._give_up(self._held)
+
+    async def look(self) -> None:
+        """One round of verdicts. Raises UnavailableError."""
+        found = verdicts(list(self._nodes), now=self._clock.monotonic_s(), engine_since=self._engine_since())
+        if found.frozen != self._frozen:
+            self._frozen = found.frozen
+            log.warning("so many nodes are away that none is declared lost" if found.frozen else "verdicts go on")
+        for node in found.lost:
+            await self._declare(node)
+
+    async def _declare(self, node: NodeId) -> None:
+        view = self._nodes.find(node)
+        if view is None or view.member is None:
+            return
+        at = self._clock.wall_s()
+        await declare_lost(self._registry, view.member, at=at)
+        log.error("a node is lost", node=node, term=view.member.term)
+        metrics.NODES_LOST.inc()
+        event = NodeEvent(node=node, term=view.member.term, what=str(NodeState.LOST), at=at)
+        await self._events.append(
+            LogStream.EVENTS, f"node-lost.{node}", pack(event), id=f"node-lost-{node}-{view.member.term}"
+        )
+
+    async def _hold(self) -> None:
+        now = self._clock.monotonic_s()
+        if self._held is None or now >= self._held.until:
+            self._held = await self._lease.acquire(_LEASE, self._name, _LEASE_S)
+            self._renew_at = now + _RENEW_S
+            if self._held is not None:
+                log.info("this watcher acts from now on")
+        elif now >= self._renew_at:
+            try:
+                self._held = await self._lease.renew(self._held)
+                self._renew_at = now + _RENEW_S
+            except ConflictError:
+                self._held = None
+                raise
+
+    async def _give_up(self, held: Held) -> None:
+        self._held = None
+        try:
+            async with asyncio.timeout(2.0):
+                await self._lease.release(held)
+        except (DsecError, TimeoutError) as error:
+            log.info("the watcher's lease ends by itself", error=str(error))
+
+    def _count(self) -> None:
+        now = self._clock.monotonic_s()
+        counts = dict.fromkeys(NodeState, 0)
+        for view in self._nodes:
+            counts[view.state(now)] += 1
+        for state, count in counts.items():
+            metrics.NODES.labels(str(state)).set(count)

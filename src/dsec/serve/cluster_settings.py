@@ -1,0 +1,52 @@
+"""What an operator may set of a machine that is part of a cluster."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+from dsec.core import limits
+from dsec.core.errors import InvalidArgumentError
+from dsec.core.spec import check_labels
+from dsec.core.units import parse_size
+
+_SERVER: Final = re.compile(r"(?:nats|tls)://[A-Za-z0-9_.:\[\]-]+\Z")
+_PLACE: Final = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[A-Za-z0-9.-]+)):(?P<port>[0-9]{1,5})\Z")
+
+
+class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """For `dsec api`, `dsec node` and `dsec watcher`; `dsec up` is a machine alone, and uses nothing of it."""
+
+    servers: tuple[str, ...] = ()  # of NATS: tls://HOST:PORT each
+    identity: str = "/etc/dsec/identity"  # directory that `dsec cluster issue` has made for this machine
+    replicas: int = 1  # of shared state in NATS: 3 with three servers or more
+    log_bytes_max: int | str = limits.LOG_BYTES_DEFAULT  # of each stream of events and trajectories in NATS
+    listen: str = "0.0.0.0:7373"  # where a node listens for API replicas
+    advertise: str | None = None  # HOST:PORT at which they reach it; none: where it listens
+    labels: dict[str, str] = {}  # of a node
+
+    def __post_init__(self) -> None:
+        for server in self.servers:
+            if not _SERVER.match(server):
+                raise InvalidArgumentError(f"{server[:80]!r} is not a NATS server", hint="such as tls://nats-1:4222")
+        if self.replicas not in (1, 3, 5):
+            raise InvalidArgumentError("replicas must be 1, 3 or 5")
+        if parse_size(self.log_bytes_max, "log_bytes_max") < 16 * limits.MIB:
+            raise InvalidArgumentError("log_bytes_max must be at least 16MiB")
+        check_labels(self.labels)
+        host_port(self.listen)
+        if self.advertise is not None:
+            host_port(self.advertise)
+
+    def log_size(self) -> int:
+        return parse_size(self.log_bytes_max, "log_bytes_max")
+
+
+def host_port(text: str) -> tuple[str, int]:
+    """Raises InvalidArgumentError."""
+    found = _PLACE.match(text)
+    if not found or int(found["port"]) > 65_535:
+        raise InvalidArgumentError(f"{text[:80]!r} is not HOST:PORT", hint="such as 10.0.0.5:7373")
+    return found["v6"] or found["host"], int(found["port"])

@@ -1,0 +1,256 @@
+"""The processes of a cluster: API replicas, nodes, watchers. They share their parts with `dsec up`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from nats.aio.msg import Msg
+
+from dsec import __version__
+from dsec.cluster.engine.buckets import EngineRegistry
+from dsec.cluster.engine.connection import Engine, EngineSettings
+from dsec.cluster.engine.layout import Layout
+from dsec.cluster.engine.log import EngineLog
+from dsec.cluster.engine.setup import prepare
+from dsec.cluster.leases import RegistryLease
+from dsec.cluster.link.client import RemoteRpc
+from dsec.cluster.link.server import NodeListener
+from dsec.cluster.many import ManyNodes
+from dsec.cluster.members.fence import FencedService
+from dsec.cluster.members.membership import Membership
+from dsec.cluster.members.nodes import Nodes
+from dsec.cluster.members.watcher import Watcher
+from dsec.core.clock import SystemClock
+from dsec.core.errors import DsecError, InvalidArgumentError, NodeRetiredError, UnavailableError
+from dsec.node.journal import take_node_id
+from dsec.node.names import drop_names
+from dsec.node.node import Node
+from dsec.node.service import Service as NodeService
+from dsec.observe.logs import get_logger
+from dsec.serve.cluster_settings import host_port
+from dsec.serve.config import ServeConfig
+from dsec.serve.identity import Identity, write_private
+from dsec.serve.parts import ApiPart, NodePart
+from dsec.wire.cluster import Card
+
+log = get_logger(__name__)
+
+_RETRY_S: Final = 1.0
+
+
+class _Clustered:
+    """What the three have in common."""
+
+    def __init__(self, config: ServeConfig, *, node: bool) -> None:
+        if not config.cluster.servers:
+            raise InvalidArgumentError(
+                "no NATS server is named", hint="--join tls://HOST:4222, or cluster.servers in the configuration"
+            )
+        self.config = config
+        self.identity = Identity.load(Path(config.cluster.identity))
+        self.identity.check_role(node=node)
+        self.clock = SystemClock()
+        self.stack = AsyncExitStack()
+        self.engine: Engine
+
+    async def start(self) -> None:
+        try:
+            await self._start()
+        except BaseException:
+            await self.stack.aclose()
+            raise
+
+    async def close(self, *, hurry: asyncio.Event) -> None:
+        await self.stack.aclose()
+
+    async def failed(self) -> DsecError:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    def told(self) -> dict[str, Any]:
+        return {"engine": list(self.config.cluster.servers)}
+
+    async def _start(self) -> None:
+        raise NotImplementedError
+
+    async def connect(self, who: str) -> None:
+        """Waits until the engine is there."""
+        settings = EngineSettings(
+            self.config.cluster.servers,
+            Layout(self.identity.unit),
+            who,
+            self.identity.credentials,
+            self.identity.to_engine(),
+        )
+        while True:
+            try:
+                self.engine = await Engine.connect(settings)
+                break
+            except UnavailableError as error:
+                log.warning("the engine is not there yet", error=error.message)
+                await asyncio.sleep(_RETRY_S)
+        self.stack.push_async_callback(self.engine.close)
+
+    async def follow_nodes(self) -> Nodes:
+        """After buckets and streams have been made."""
+        cluster = self.config.cluster
+        await prepare(self.engine, replicas=cluster.replicas, log_bytes_max=cluster.log_size())
+        nodes = Nodes(EngineRegistry(self.engine), self.clock)
+        self.stack.push_async_callback(nodes.close)
+        await nodes.start()
+
+        async def heard(message: Msg) -> None:
+            nodes.heard(message.data)
+
+        await self.engine.listen(self.engine.layout.heartbeat("*"), heard)
+        return nodes
+
+
+class ApiProcess(_Clustered):
+    """`dsec api`: keeps nothing of a sandbox; any other replica can answer instead."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        super().__init__(config, node=False)
+        self._api = ApiPart(config, self.stack)
+
+    async def _start(self) -> None:
+        await self.connect(f"api-{secrets.token_hex(6)}")
+        nodes = await self.follow_nodes()
+        rpc = RemoteRpc(nodes, self.identity.to_nodes(), heard=nodes.told)
+        self.stack.push_async_callback(rpc.close)
+        fleet = ManyNodes(rpc, nodes, EngineRegistry(self.engine), self.clock)
+        await self._api.start(rpc, fleet)
+
+    async def close(self, *, hurry: asyncio.Event) -> None:
+        await self._api.stop(hurry)
+        await self.stack.aclose()
+
+    def told(self) -> dict[str, Any]:
+        return {**super().told(), **self._api.told()}
+
+
+class WatcherProcess(_Clustered):
+    """`dsec watcher`: keeps nothing; any number may run, and one acts."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        super().__init__(config, node=False)
+
+    async def _start(self) -> None:
+        await self.connect(f"watcher-{secrets.token_hex(6)}")
+        nodes = await self.follow_nodes()
+        registry = EngineRegistry(self.engine)
+        watcher = Watcher(
+            registry,
+            EngineLog(self.engine),
+            nodes,
+            RegistryLease(registry, self.clock),
+            self.clock,
+            engine_since=lambda: self.engine.connected_since,
+        )
+        task = asyncio.create_task(watcher.run(), name="watcher")
+        self.stack.push_async_callback(_ended, task)
+
+
+class NodeProcess(_Clustered):
+    """`dsec node`: the sandboxes of this machine, for the replicas of its cluster."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        super().__init__(config, node=True)
+        self.node: Node
+        self.membership: Membership
+        self.address = ("", 0)
+
+    async def _start(self) -> None:
+        config, node_id = self.config, self.identity.node
+        assert node_id is not None  # of a node's identity
+        state_dir = Path(config.state_dir)
+        await asyncio.to_thread(
+            take_node_id, config.node.config(state_dir=state_dir, run_dir=Path(config.run_dir)).journal_path, node_id
+        )
+        # First what is there of sandboxes, which runs on without the engine too.
+        self.node = await NodePart(config, self.stack).start()
+        await self.connect(node_id)
+        installation = await asyncio.to_thread(_installation, state_dir)
+        host, port = host_port(config.cluster.listen)
+        self.membership = self._membership(installation)
+        service = FencedService(NodeService(self.node), self.membership, knows=self.node.creation.knows)
+        listener = NodeListener(service, node_id, tls=self.identity.of_node(), term=lambda: self.membership.term)
+        self.address = await listener.listen(host, port)
+        self.stack.push_async_callback(listener.close, grace_s=config.api.grace_s)
+        self.membership.reached_at(*self._advertised())
+        await self._join()
+        self.stack.push_async_callback(self.membership.leave)
+
+    def _membership(self, installation: str) -> Membership:
+        config = self.config
+        card = Card(
+            node=self.node.id,
+            term=0,
+            host="",
+            port=0,
+            version=__version__,
+            substrates=tuple(sorted(map(str, config.node.substrates))),
+            labels=config.cluster.labels,
+            started_at=self.node.started_at,
+        )
+
+        async def tell(body: bytes) -> None:
+            await self.engine.tell(self.engine.layout.heartbeat(self.node.id), body)
+
+        async def came_back() -> None:
+            for sandbox in list(self.node.registry):
+                await self.node.adoption.settled(sandbox.id)
+            await drop_names(self.node.registry, self.node.journal)
+
+        return Membership(
+            EngineRegistry(self.engine),
+            tell,
+            card,
+            installation=installation,
+            clock=self.clock,
+            load=self.node.load,
+            came_back=came_back,
+        )
+
+    def _advertised(self) -> tuple[str, int]:
+        """A port of 0 is the one that was got."""
+        advertise = self.config.cluster.advertise
+        if advertise is None:
+            return self.address
+        host, port = host_port(advertise)
+        return host, port or self.address[1]
+
+    async def _join(self) -> None:
+        while True:
+            try:
+                await self.membership.join()
+                return
+            except UnavailableError as error:
+                log.warning("the node cannot join yet", error=error.message)
+                await asyncio.sleep(_RETRY_S)
+
+    async def failed(self) -> DsecError:
+        await self.membership.fenced.wait()
+        return NodeRetiredError(
+            f"this process is not in charge of node {self.node.id} any more", hint="the log says why"
+        )
+
+    def told(self) -> dict[str, Any]:
+        return {**super().told(), "node": self.node.id, "listen": f"{self.address[0]}:{self.address[1]}"}
+
+
+def _installation(state_dir: Path) -> str:
+    """A random word that a state directory keeps: a machine that is set up anew has another."""
+    path = state_dir / "installation"
+    if not path.exists():
+        write_private(path, secrets.token_hex(16).encode())
+    return path.read_text().strip()
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,154 @@
+"""`dsec cluster …`: makes the keys of a cluster, issues identities, and tells nodes what is wanted of them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from dsec.cluster.engine.buckets import EngineRegistry
+from dsec.cluster.engine.connection import Engine, EngineSettings
+from dsec.cluster.engine.layout import Layout
+from dsec.cluster.members.rulings import want
+from dsec.cluster.registry import Bucket, Entry
+from dsec.core.errors import InvalidArgumentError
+from dsec.core.ids import parse_node_id
+from dsec.serve.authority import AuthorityDirectory
+from dsec.serve.config import load_config
+from dsec.serve.identity import Identity
+from dsec.wire.cluster import Card, Member, Ruling, Wanted, ruling_key
+from dsec.wire.codec import unpack
+
+_WANTED: Final = {
+    "serve": Wanted.SERVE,
+    "cordon": Wanted.CORDON,
+    "drain": Wanted.DRAIN,
+    "retire": Wanted.RETIRE,
+}
+_ISSUED: Final = ("node", "api", "nats")
+
+
+def run_operation(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
+    operation, names = options.operation, options.names
+    if operation == "init":
+        return _init(options, _one(names, "DIR"))
+    if operation == "issue":
+        return _issue(options, names)
+    if operation in ("nodes", *_WANTED):
+        return asyncio.run(_ask(options, flags))
+    raise InvalidArgumentError(
+        f"there is no `dsec cluster {operation}`", hint=f"init, issue, nodes, {', '.join(_WANTED)}"
+    )
+
+
+def _init(options: argparse.Namespace, directory: str) -> int:
+    AuthorityDirectory.create(Path(directory), options.unit)
+    _tell(options, {"authority": directory, "unit": options.unit}, f"the keys of {options.unit} are in {directory}")
+    return 0
+
+
+def _issue(options: argparse.Namespace, names: list[str]) -> int:
+    if len(names) < 2 or names[0] not in _ISSUED:
+        raise InvalidArgumentError(
+            "issue what, and into which directory?", hint="dsec cluster issue node|api|nats DIR [NAME…] --authority DIR"
+        )
+    what, into, more = names[0], Path(names[1]), names[2:]
+    if options.authority is None:
+        raise InvalidArgumentError("--authority names the directory that `dsec cluster init` has made")
+    authority = AuthorityDirectory.load(options.authority)
+    told: dict[str, Any] = {"identity": str(into), "of": what}
+    if what == "node":
+        told["node"] = authority.issue_node(into, parse_node_id(more[0]) if more else None, days=options.days)
+    elif what == "api":
+        authority.issue_api(into, more[0] if more else f"api-{secrets.token_hex(3)}", days=options.days)
+    else:
+        if not more:
+            raise InvalidArgumentError(
+                "name the hosts of the NATS server", hint="dsec cluster issue nats DIR nats-1 10.0.0.2"
+            )
+        authority.issue_nats(into, more, days=options.days)
+    who = f"node {told['node']}" if what == "node" else what
+    _tell(options, told, f"the identity of {who} is in {into}")
+    return 0
+
+
+async def _ask(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
+    config = load_config(flags, os.environ, file=options.config)
+    identity = Identity.load(Path(config.cluster.identity))
+    identity.check_role(node=False)
+    who = f"operator-{secrets.token_hex(4)}"
+    settings = EngineSettings(
+        config.cluster.servers, Layout(identity.unit), who, identity.credentials, identity.to_engine()
+    )
+    engine = await Engine.connect(settings)
+    try:
+        registry = EngineRegistry(engine)
+        if options.operation == "nodes":
+            _list(options, await registry.entries(Bucket.MEMBERS), await registry.entries(Bucket.NODES))
+            return 0
+        node = parse_node_id(_one(options.names, "NODE"))
+        ruling = await want(registry, node, _WANTED[options.operation], note=options.note)
+        _tell(options, {"node": node, "wanted": str(ruling.wanted)}, f"node {node}: {ruling.wanted}")
+        return 0
+    finally:
+        await engine.close()
+
+
+def _list(options: argparse.Namespace, members: list[Entry], cards: list[Entry]) -> None:
+    found = {entry.key: entry for entry in members}
+    shown = {entry.key: unpack(entry.value, Card) for entry in cards}
+    rows = []
+    for key, entry in found.items():
+        if "." in key:
+            continue
+        member = unpack(entry.value, Member)
+        ruled = found.get(ruling_key(key))
+        ruling = unpack(ruled.value, Ruling) if ruled else Ruling()
+        rows.append(_row(member, ruling, shown.get(key)))
+    if options.json:
+        sys.stdout.write(json.dumps({"nodes": rows}) + "\n")
+        return
+    for row in rows:
+        words = (row["node"], f"{row['state']:8}", f"{row['wanted']:7}", f"{row['address'] or '-':24}")
+        sys.stdout.write("  ".join((*words, ",".join(row["substrates"]), row["note"])).rstrip() + "\n")
+
+
+def _row(member: Member, ruling: Ruling, card: Card | None) -> dict[str, Any]:
+    if ruling.wanted == Wanted.RETIRE:
+        state = "retired"
+    elif card is not None:
+        state = "here"
+    else:
+        state = "lost" if ruling.lost_term >= member.term else "away"
+    return {
+        "node": member.node,
+        "state": state,
+        "wanted": str(ruling.wanted),
+        "note": ruling.note,
+        "term": member.term,
+        "joined_s_ago": round(max(time.time() - member.joined_at, 0.0)),
+        "address": f"{card.host}:{card.port}" if card else None,
+        "substrates": list(card.substrates) if card else [],
+        "labels": card.labels if card else {},
+        "version": card.version if card else None,
+    }
+
+
+def _one(names: list[str], what: str) -> str:
+    if len(names) != 1:
+        raise InvalidArgumentError(f"give one {what}")
+    return names[0]
+
+
+def _tell(options: argparse.Namespace, answer: dict[str, Any], text: str) -> None:
+    if options.json:
+        sys.stdout.write(json.dumps(answer) + "\n")
+    elif not options.quiet:
+        sys.stderr.write(f"dsec: {text}\n")

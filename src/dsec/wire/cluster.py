@@ -1,0 +1,71 @@
+"""What nodes and replicas of a cluster write down for each other. Readers ignore fields of newer versions."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from dsec.wire.records import NodeLoad
+
+
+class Wanted(enum.StrEnum):
+    """What an operator wants of a node."""
+
+    SERVE = "serve"
+    CORDON = "cordon"  # nothing new; what is there stays
+    DRAIN = "drain"  # nothing new, and it is to become empty
+    RETIRE = "retire"  # it has left for good: its id is never good again
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """MEMBERS/<node>, written by the node when it joins."""
+
+    node: str
+    installation: str  # of its state directory: a machine that is set up anew is another node
+    term: int  # grows by one with each join; whoever has the largest is in charge of the id
+    joined_at: float
+
+
+class Ruling(msgspec.Struct, frozen=True, kw_only=True):
+    """MEMBERS/<node>.ruling, written by operators and the watcher."""
+
+    wanted: Wanted = Wanted.SERVE
+    lost_term: int = 0  # that was declared lost: what its sandboxes were called is free again
+    lost_at: float | None = None
+    note: str = ""  # of the operator
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """NODES/<node>, there for as long as the node refreshes it."""
+
+    node: str
+    term: int
+    host: str  # where replicas connect to
+    port: int
+    version: str
+    substrates: tuple[str, ...] = ()
+    labels: dict[str, str] = {}
+    started_at: float = 0.0
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """Told every second, to whoever listens."""
+
+    node: str
+    term: int
+    load: NodeLoad
+    admits: bool = True  # new sandboxes
+
+
+class NodeEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """In the log of events."""
+
+    node: str
+    term: int
+    what: str
+    at: float
+
+
+def ruling_key(node: str) -> str:
+    return f"{node}.ruling"

@@ -1,0 +1,461 @@
+"""Creates over many nodes: placed, placed again, once per key; listings in one order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsec.cluster.many import ManyNodes
+from dsec.cluster.members.nodes import Nodes
+from dsec.cluster.members.rulings import want
+from dsec.cluster.pages import merge_pages
+from dsec.cluster.registry import Bucket
+from dsec.core.errors import (
+    CapacityError,
+    ConflictError,
+    DsecError,
+    EnvironmentNotFoundError,
+    IdempotencyError,
+    InvalidArgumentError,
+    LaunchError,
+    NodeRetiredError,
+    Outcome,
+    UnavailableError,
+)
+from dsec.core.ids import NodeId, new_sandbox_id
+from dsec.core.spec import Environment, SandboxSpec, Substrate
+from dsec.testing.clock import ManualClock
+from dsec.testing.shared_state import State, embedded
+from dsec.wire.cluster import Card, Heartbeat, Member, Wanted
+from dsec.wire.codec import pack, unpack
+from dsec.wire.cursors import Place, encode_cursor
+from dsec.wire.node import Caller, Method, Stream
+from dsec.wire.records import CreateRequest, ListQuery, NodeLoad, Sandbox, SandboxPage
+from tests.contract.served import until
+
+CALLER = Caller(principal="p", project="/p", rights=frozenset({"use"}))
+NODES = tuple(NodeId(f"aaaaaaa{letter}") for letter in "abcd")
+
+
+def request(name: str | None = None, cpu: float = 1.0) -> CreateRequest:
+    spec = SandboxSpec(environment=Environment(base="base"), substrate=Substrate.FAKE, name=name, cpu=cpu)
+    return CreateRequest(spec=spec)
+
+
+@dataclass
+class FakeNode:
+    """What of a node matters here: it makes a sandbox once per key, or fails in a given way."""
+
+    id: NodeId
+    sandboxes: list[Sandbox] = field(default_factory=list)
+    keys: dict[tuple[str, str], Sandbox] = field(default_factory=dict)
+    fails: list[DsecError] = field(default_factory=list)  # the next calls, before anything is done
+    loses: list[DsecError] = field(default_factory=list)  # the next answers, after all is done
+    calls: int = 0
+    gate: asyncio.Event | None = None
+
+    async def call(self, method: Method, body: bytes, caller: Caller, key: str | None) -> bytes:
+        if method == Method.LIST:
+            query = unpack(body, ListQuery)
+            found = [one for one in self.sandboxes if query.name in (None, one.name) and one.ended_at is None]
+            return pack(SandboxPage(found[: query.limit]))
+        self.calls += 1
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.fails:
+            raise self.fails.pop(0)
+        sandbox = self.keys.get((caller.project, key or "")) if key else None
+        if sandbox is None:
+            sandbox = self.make(caller.project, unpack(body, CreateRequest))
+            if key:
+                self.keys[caller.project, key] = sandbox
+        if self.loses:
+            raise self.loses.pop(0)
+        return pack(sandbox)
+
+    def make(self, project: str, request: CreateRequest) -> Sandbox:
+        sandbox = Sandbox(
+            id=new_sandbox_id(self.id), state="running", node=self.id, substrate="fake", environment="base",
+            project=project, created_at=float(len(self.sandboxes)), cpu=1.0, memory_bytes=1, pids_max=1,
+            network="none", name=request.spec.name,
+        )  # fmt: skip
+        self.sandboxes.append(sandbox)
+        return sandbox
+
+
+@dataclass
+class FakeRpc:
+    nodes: dict[NodeId, FakeNode]
+
+    async def call(
+        self, node: NodeId, method: Method, body: bytes, *, caller: Caller, timeout_s: float, key: str | None = None
+    ) -> bytes:
+        if node not in self.nodes:
+            raise NodeRetiredError(f"no node {node}")
+        return await self.nodes[node].call(method, body, caller, key)
+
+    def load(self, node: NodeId) -> NodeLoad | None:
+        return None
+
+    async def open(self, node: NodeId, method: Method, body: bytes, *, caller: Caller) -> Stream:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class Cluster:
+    state: State
+    rpc: FakeRpc
+    view: Nodes
+    replicas: list[ManyNodes]
+    clock: ManualClock
+
+    @property
+    def nodes(self) -> list[FakeNode]:
+        return list(self.rpc.nodes.values())
+
+    @property
+    def one(self) -> ManyNodes:
+        return self.replicas[0]
+
+    async def create(self, replica: int = 0, *, key: str | None = None, name: str | None = None) -> Sandbox:
+        return await self.replicas[replica].create(request(name), caller=CALLER, key=key, timeout_s=60)
+
+    def all(self) -> list[Sandbox]:
+        return [sandbox for node in self.nodes for sandbox in node.sandboxes]
+
+    def only(self, *keep: int) -> None:
+        """Other nodes take nothing new."""
+        for number, node in enumerate(NODES):
+            self.beat(node, admits=number in keep)
+
+    def beat(self, node: NodeId, *, admits: bool = True, load: NodeLoad | None = None) -> None:
+        beat = Heartbeat(node=node, term=1, load=load or NodeLoad(sandboxes_max=100), admits=admits)
+        self.view.heard(pack(beat))
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, rng: random.Random) -> AsyncIterator[Cluster]:
+    clock = ManualClock()
+    async with embedded(tmp_path / "state.db") as state:
+        for node in NODES:
+            member = Member(node=node, installation="i", term=1, joined_at=0.0)
+            card = Card(node=node, term=1, host="h", port=1, version="1", substrates=("fake",))
+            await state.registry.create(Bucket.MEMBERS, node, pack(member))
+            await state.registry.create(Bucket.NODES, node, pack(card))
+        view = Nodes(state.registry, clock)
+        await view.start()
+        rpc = FakeRpc({node: FakeNode(node) for node in NODES})
+        replicas = [ManyNodes(rpc, view, state.registry, clock, rng=rng) for _ in range(3)]
+        found = Cluster(state, rpc, view, replicas, clock)
+        for node in NODES:
+            found.beat(node)
+        yield found
+        await view.close()
+
+
+def lost() -> UnavailableError:
+    return UnavailableError("the connection is lost", outcome=Outcome.UNKNOWN)
+
+
+def unreachable() -> UnavailableError:
+    return UnavailableError("it cannot be reached", outcome=Outcome.UNCHANGED)
+
+
+# ---- placing -------------------------------------------------------------------------------------
+
+
+async def test_creates_spread_over_the_nodes(cluster: Cluster) -> None:
+    await asyncio.gather(*(cluster.create() for _ in range(200)))
+
+    assert all(20 < len(node.sandboxes) < 80 for node in cluster.nodes)
+
+
+async def test_a_full_node_gets_less_than_an_empty_one(cluster: Cluster) -> None:
+    for node in NODES[:3]:
+        cluster.beat(node, load=NodeLoad(sandboxes=90, sandboxes_max=100))
+    for _ in range(40):
+        await cluster.create()
+
+    assert len(cluster.nodes[3].sandboxes) > 15
+
+
+async def test_a_node_that_refuses_is_passed_over(cluster: Cluster) -> None:
+    for node in cluster.nodes[:3]:
+        node.fails = [CapacityError("full"), EnvironmentNotFoundError("not here")]
+    for key in ("a", None):
+        await cluster.create(key=key)
+
+    assert len(cluster.nodes[3].sandboxes) >= 1
+    assert len(cluster.all()) == 2
+
+
+async def test_when_all_refuse_the_last_refusal_is_told(cluster: Cluster) -> None:
+    for node in cluster.nodes:
+        node.fails = [CapacityError("full here", retry_after_s=7.0)]
+
+    with pytest.raises(CapacityError, match="full here"):
+        await cluster.create(key="a")
+    assert [node.calls for node in cluster.nodes] == [1, 1, 1, 1]
+    assert await cluster.create(key="a")
+
+
+async def test_without_a_node_that_takes_anything_new_there_is_no_capacity(cluster: Cluster) -> None:
+    cluster.only()
+    with pytest.raises(CapacityError, match="no node"):
+        await cluster.create(key="a")
+    cluster.only(0)
+    await cluster.clock.advance(10)  # no heartbeats: all are suspect
+    with pytest.raises(CapacityError, match="no node"):
+        await cluster.create()
+
+    assert cluster.all() == []
+
+
+async def test_a_cordoned_node_gets_nothing_new(cluster: Cluster) -> None:
+    for node in NODES[1:]:
+        await want(cluster.state.registry, node, Wanted.CORDON)
+    await until(lambda: [view.takes_new(cluster.clock.monotonic_s()) for view in cluster.view].count(True) == 1)
+    for _ in range(5):
+        await cluster.create()
+
+    assert len(cluster.nodes[0].sandboxes) == 5
+
+
+async def test_a_launch_that_failed_is_told_and_not_tried_elsewhere(cluster: Cluster) -> None:
+    for node in cluster.nodes:
+        node.fails = [LaunchError("broken")]
+
+    with pytest.raises(LaunchError):
+        await cluster.create(key="a")
+    assert sum(node.calls for node in cluster.nodes) == 1
+
+
+# ---- once per key --------------------------------------------------------------------------------
+
+
+async def test_a_key_gives_one_sandbox_whichever_replica_is_asked(cluster: Cluster) -> None:
+    made = await asyncio.gather(*(cluster.create(number % 3, key="k") for number in range(12)))
+
+    assert len({sandbox.id for sandbox in made}) == 1
+    assert len(cluster.all()) == 1
+
+
+async def test_a_key_is_of_one_request(cluster: Cluster) -> None:
+    await cluster.create(key="k")
+
+    with pytest.raises(IdempotencyError):
+        await cluster.replicas[1].create(request(cpu=2.0), caller=CALLER, key="k", timeout_s=60)
+
+
+async def test_projects_do_not_share_keys(cluster: Cluster) -> None:
+    other = Caller(principal="p", project="/q", rights=frozenset({"use"}))
+    await cluster.create(key="k")
+    await cluster.one.create(request(), caller=other, key="k", timeout_s=60)
+
+    assert len(cluster.all()) == 2
+
+
+async def test_an_answer_that_was_lost_is_found_at_the_same_node(cluster: Cluster) -> None:
+    cluster.only(0, 1)
+    for node in cluster.nodes:
+        node.loses = [lost()]
+    with pytest.raises(UnavailableError) as told:
+        await cluster.create(key="k")
+    cluster.only(2, 3)
+
+    again = await cluster.create(1, key="k")
+
+    assert told.value.outcome == Outcome.UNKNOWN
+    assert cluster.all() == [again]
+
+
+async def test_a_node_that_cannot_be_reached_again_is_not_given_up(cluster: Cluster) -> None:
+    cluster.only(0)
+    cluster.nodes[0].loses = [lost()]
+    with pytest.raises(UnavailableError):
+        await cluster.create(key="k")
+    cluster.only(1, 2, 3)
+    cluster.nodes[0].fails = [unreachable(), CapacityError("cordoned")]
+
+    for replica, error in ((1, UnavailableError), (2, CapacityError)):
+        with pytest.raises(error) as told:
+            await cluster.create(replica, key="k")
+        assert len(cluster.all()) == 1
+        if error is UnavailableError:
+            assert told.value.outcome == Outcome.UNKNOWN  # the try before may have done it
+    assert (await cluster.create(key="k")).node == NODES[0]
+
+
+async def test_a_node_that_was_never_reached_is_given_up(cluster: Cluster) -> None:
+    for node in cluster.nodes[:3]:
+        node.fails = [unreachable()]
+    made = await cluster.create(key="k")
+
+    assert cluster.all() == [made]
+    assert await cluster.create(1, key="k") == made
+
+
+async def test_a_key_whose_node_has_been_retired_is_placed_anew(cluster: Cluster) -> None:
+    made = await cluster.create(key="k")
+    del cluster.rpc.nodes[NodeId(made.node)]
+    cluster.beat(NodeId(made.node), admits=False)
+
+    again = await cluster.create(key="k")
+
+    assert again.node != made.node
+    assert await cluster.create(2, key="k") == again
+
+
+async def test_two_replicas_that_are_refused_at_once_agree_on_another_node(cluster: Cluster) -> None:
+    for node in cluster.nodes[:2]:
+        node.gate = asyncio.Event()
+        node.fails = [CapacityError("full")] * 8
+    creating = [asyncio.create_task(cluster.create(number, key="k")) for number in range(3)]
+    for _ in range(200):
+        await asyncio.sleep(0)
+    for node in cluster.nodes[:2]:
+        assert node.gate is not None
+        node.gate.set()
+    results = await asyncio.gather(*creating, return_exceptions=True)
+
+    made = {result.id for result in results if isinstance(result, Sandbox)}
+    assert len(cluster.all()) == len(made) <= 1
+    for node in cluster.nodes:
+        node.gate, node.fails = None, []
+    await cluster.clock.advance(200)  # all tries of before are over
+    for node_id in NODES:
+        cluster.beat(node_id)
+    assert {(await cluster.create(number, key="k")).id for number in range(3)} == {cluster.all()[0].id}
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+async def test_a_name_is_given_once_in_the_whole_cluster(cluster: Cluster) -> None:
+    results = await asyncio.gather(
+        *(cluster.create(number % 3, name="db") for number in range(9)), return_exceptions=True
+    )
+
+    made = [result for result in results if isinstance(result, Sandbox)]
+    refused = [result for result in results if isinstance(result, ConflictError)]
+    assert (len(made), len(refused)) == (1, 8)
+    with pytest.raises(ConflictError) as told:
+        await cluster.create(1, name="db")
+    assert told.value.sandbox == made[0].id
+
+
+async def test_a_name_is_free_again_when_its_sandbox_has_ended(cluster: Cluster) -> None:
+    first = await cluster.create(name="db")
+    for node in cluster.nodes:
+        node.sandboxes.clear()
+
+    assert (await cluster.create(1, name="db")).id != first.id
+
+
+async def test_a_create_that_failed_gives_its_name_back(cluster: Cluster) -> None:
+    for node in cluster.nodes:
+        node.fails = [LaunchError("broken")]
+    with pytest.raises(LaunchError):
+        await cluster.create(name="db")
+    for node in cluster.nodes:
+        node.fails = []
+
+    assert await cluster.create(1, name="db")
+
+
+async def test_a_name_whose_node_does_not_answer_is_not_given_away(cluster: Cluster) -> None:
+    made = await cluster.create(name="db")
+    node = cluster.rpc.nodes.pop(NodeId(made.node))
+
+    async def silent(*_: object) -> bytes:
+        raise unreachable()
+
+    node.call = silent  # type: ignore[method-assign]
+    cluster.rpc.nodes[node.id] = node
+    with pytest.raises(UnavailableError):
+        await cluster.create(1, name="db")
+
+
+async def test_a_named_create_is_asked_for_again_with_its_key(cluster: Cluster) -> None:
+    cluster.only(0)
+    cluster.nodes[0].loses = [lost()]
+    with pytest.raises(UnavailableError):
+        await cluster.create(key="k", name="db")
+
+    again = await cluster.create(1, key="k", name="db")
+
+    assert cluster.all() == [again]
+
+
+# ---- listings and the rest -----------------------------------------------------------------------
+
+
+async def test_listings_are_of_all_nodes_and_name_those_that_are_silent(cluster: Cluster) -> None:
+    for _ in range(20):
+        await cluster.create()
+    cluster.nodes[2].call = _silent  # type: ignore[method-assign]
+
+    page = await cluster.one.listing(ListQuery(), caller=CALLER, timeout_s=60)
+
+    expected = [sandbox for node in (0, 1, 3) for sandbox in cluster.nodes[node].sandboxes]
+    assert {sandbox.id for sandbox in page.sandboxes} == {sandbox.id for sandbox in expected}
+    assert page.missing == [NODES[2]]
+
+
+async def _silent(*_: object) -> bytes:
+    raise unreachable()
+
+
+async def test_what_is_of_one_node_wants_it_named(cluster: Cluster) -> None:
+    with pytest.raises(InvalidArgumentError, match="Dsec-Node"):
+        cluster.one.node_for(Method.ENVIRONMENT_LIST, None)
+
+    assert cluster.one.node_for(Method.ENVIRONMENT_LIST, NODES[1]) == NODES[1]
+    assert cluster.one.node_for(Method.CALL, None) in NODES
+
+
+@given(data=st.data())
+def test_pages_over_many_nodes_hold_everything_once_in_order(data: st.DataObject) -> None:
+    times = st.integers(0, 6).map(float)
+    held = data.draw(st.lists(st.lists(times, max_size=12), min_size=1, max_size=4))
+    nodes = [sorted(Place(at, new_sandbox_id(NODES[n])) for at in ats) for n, ats in enumerate(held)]
+    limit = data.draw(st.integers(1, 7))
+    seen: list[Place] = []
+    cursor = Place(-1.0, "")
+    for _ in range(200):
+        pages = []
+        for places in nodes:
+            scanned = data.draw(st.integers(1, 5))  # a node may stop early, with fewer than there are
+            after = [place for place in places if place > cursor]
+            given_back = after[: min(limit, scanned)]
+            more = len(given_back) < len(after)
+            pages.append(
+                SandboxPage([_sandbox(place) for place in given_back], encode_cursor(given_back[-1]) if more else None)
+            )
+        merged = merge_pages(pages, limit)
+        assert len(merged.sandboxes) <= limit
+        seen += [Place(one.created_at, one.id) for one in merged.sandboxes]
+        if merged.next is None:
+            break
+        at, _, id = merged.next.partition(":")
+        assert Place(float(at), id) > cursor
+        cursor = Place(float(at), id)
+
+    assert seen == sorted(place for places in nodes for place in places)
+
+
+def _sandbox(place: Place) -> Sandbox:
+    return Sandbox(
+        id=place.id, state="running", node="n", substrate="fake", environment="base", project="/p",
+        created_at=place.created_at, cpu=1.0, memory_bytes=1, pids_max=1, network="none",
+    )  # fmt: skip
