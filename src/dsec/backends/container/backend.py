@@ -102,6 +102,7 @@ class ContainerBackend:
         self._connection = -1
         self._instances: dict[str, ContainerInstance] = {}  # by what the launcher calls them
         self._cleaning: set[asyncio.Task[None]] = set()
+        self._planned: tuple[InstanceSpec, LaunchPlan] | None = None
         self._probe: Probe | None = None
         self._looking: asyncio.Task[object] | None = None
 
@@ -165,7 +166,7 @@ class ContainerBackend:
             await asyncio.to_thread(prepare_cpuset, self._host, facts.cgroup_parent)
         id_base = self._ids.take(holder_directory(facts, instance.id))
         try:
-            plan = plan_launch(instance, self._config, facts, id_base=id_base)
+            plan = self._plan(instance, facts, id_base)
             record = msgspec.structs.replace(
                 record_of(plan, self._boot_id), disk_limited=self._disk.is_limited(instance)
             )
@@ -185,18 +186,25 @@ class ContainerBackend:
             await asyncio.shield(self._clean_later(self.remove(record)))
             raise _launch_error(instance.id, error) from error
 
+    def _plan(self, instance: InstanceSpec, facts: HostFacts, id_base: int) -> LaunchPlan:
+        """Whoever wants one asks for its shape first, and for that it has been planned."""
+        if self._planned is not None and self._planned[0] is instance:
+            return msgspec.structs.replace(self._planned[1], id_base=id_base)
+        return plan_launch(instance, self._config, facts, id_base=id_base)
+
     # ---- spares ----------------------------------------------------------------------------------
 
     async def shape(self, instance: InstanceSpec) -> bytes | None:
         if instance.volumes:
             return None  # of one that writes there must be none before it is asked for
         plan = plan_launch(instance, self._config, await self._open(), id_base=0)
+        self._planned = (instance, plan)
         return shape_of(plan) + self._disk.shape(instance)
 
     async def claim(self, spare: Instance, instance: InstanceSpec) -> ContainerInstance:
         assert isinstance(spare, ContainerInstance)
         facts, known = await self._open(), spare.facts
-        plan = plan_launch(instance, self._config, facts, id_base=known.id_base)
+        plan = self._plan(instance, facts, known.id_base)
         args = plan_claim(plan, known, spare.limits)
         try:
             await self.launcher.request(LaunchOp.CLAIM, args, Done, timeout_s=_CLAIM_S)
