@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dsec.agent.client import AgentClient
 from dsec.backends.base import Backend, Instance, InstanceSpec
@@ -17,7 +17,6 @@ from dsec.core.errors import (
     DeadlineError,
     DsecError,
     EnvironmentNotFoundError,
-    IdempotencyError,
     InvalidArgumentError,
     LaunchError,
     LimitError,
@@ -31,6 +30,7 @@ from dsec.core.states import EndCause, SandboxState
 from dsec.node.admission import Room, refusal
 from dsec.node.environments import Environments, Resolved
 from dsec.node.execs import NodeExec
+from dsec.node.once import Once
 from dsec.node.origins import Origin
 from dsec.node.registry import Registry
 from dsec.node.rights import project_seen
@@ -56,12 +56,6 @@ log = get_logger(__name__)
 _PASSED = (InvalidArgumentError, NotFoundError, ConflictError, UnsupportedError, CapacityError)
 
 
-@dataclass(slots=True)
-class _InFlight:
-    request_hash: bytes
-    task: asyncio.Task[Sandbox]
-
-
 class Creation:
     def __init__(
         self,
@@ -83,7 +77,7 @@ class Creation:
         self._environments = environments
         self._room = room
         self._boot_id = boot_id
-        self._in_flight: dict[tuple[str, str], _InFlight] = {}
+        self._once: Once[Sandbox] = Once(services.tasks, "create")
         self._turn = asyncio.Semaphore(services.config.creates_at_once_max)
 
     async def create(self, request: CreateRequest, caller: Caller, key: str | None) -> Sandbox:
@@ -95,18 +89,10 @@ class Creation:
             raise LimitError(f"an idempotency key has 1 to {limits.IDEMPOTENCY_KEY_BYTES_MAX} bytes")
         hash = _hash(request)
         scope = (caller.project, key)
-        running = self._in_flight.get(scope)
-        if running is None:
-            known = self._known(scope, hash)
-            if known is not None:
-                return known
-            task = self._services.tasks.spawn(self._make(request, caller, key, hash), awaited=True)
-            running = self._in_flight[scope] = _InFlight(hash, task)
-            task.add_done_callback(lambda _: self._in_flight.pop(scope, None))
-        elif running.request_hash != hash:
-            raise _mismatch(key)
         # It goes on without its caller: with the same key they get it, or learn why not.
-        return await result_of(running.task)
+        return await self._once.done(
+            scope, hash, lambda: self._make(request, caller, key, hash), lambda: self._known(scope, hash)
+        )
 
     def knows(self, project: str, key: str) -> bool:
         """Whether a create of this key is under way, or there is what came of it."""
@@ -133,7 +119,7 @@ class Creation:
         if row is None or row.at < self._services.clock.wall_s() - limits.IDEMPOTENCY_TTL_S:
             return None
         if row.request_hash != hash:
-            raise _mismatch(scope[1])
+            raise self._once.mismatch(scope[1])
         live = self._registry.find(row.sandbox)
         if live is not None:
             return live.view()
@@ -487,9 +473,3 @@ def _launch_error(id: str, step: str, error: BaseException, *, clean: bool) -> D
 def _hash(request: CreateRequest) -> bytes:
     asked = request.spec if request.snapshot is None else (request.spec, request.snapshot)
     return hashlib.sha256(pack(asked)).digest()
-
-
-def _mismatch(key: str) -> IdempotencyError:
-    return IdempotencyError(
-        f"the idempotency key {key[:80]!r} was used for a different request", hint="use a fresh key for every create"
-    )

@@ -8,23 +8,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
 
 from dsec.backends.base import Keeps
-from dsec.core.errors import DsecError, IdempotencyError, SandboxError, UnsupportedError
+from dsec.core.errors import DsecError, SandboxError, UnsupportedError
 from dsec.core.ids import new_snapshot_id
 from dsec.core.spec import SandboxSpec
 from dsec.core.states import SandboxState
 from dsec.node.creation import Creation
+from dsec.node.once import Once
 from dsec.node.origins import Origin, origin_of_fork
 from dsec.node.registry import Registry
 from dsec.node.rows import KeyRow
 from dsec.node.services import Services
 from dsec.node.snapshots import Snapshots
 from dsec.node.supervisor import Supervisor
-from dsec.node.tasks import result_of
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack
 from dsec.wire.node import Caller
@@ -35,19 +34,13 @@ from dsec.wire.snapshots import ForkRequest
 log = get_logger(__name__)
 
 
-@dataclass(slots=True)
-class _InFlight:
-    request_hash: bytes
-    task: asyncio.Task[list[Sandbox]]
-
-
 class Forks:
     def __init__(self, services: Services, registry: Registry, creation: Creation, snapshots: Snapshots) -> None:
         self._services = services
         self._registry = registry
         self._creation = creation
         self._snapshots = snapshots
-        self._in_flight: dict[tuple[str, str], _InFlight] = {}
+        self._once: Once[list[Sandbox]] = Once(services.tasks, "fork")
 
     async def fork(self, sandbox: Supervisor, request: ForkRequest, caller: Caller, key: str | None) -> list[Sandbox]:
         """Raises what a snapshot raises, and then what a create raises: none of them is left then."""
@@ -55,24 +48,14 @@ class Forks:
             raise UnsupportedError(f"{sandbox.row.spec.substrate} sandboxes on this node cannot be forked")
         hash = hashlib.sha256(pack((sandbox.id, request))).digest()
         if key is None:
-            task = self._services.tasks.spawn(self._fork(sandbox, request, caller, None, b""), awaited=True)
-            try:
-                return await result_of(task)
-            except asyncio.CancelledError:
-                task.cancel()
-                raise
+            return await self._once.alone(self._fork(sandbox, request, caller, None, b""))
         scope = (sandbox.row.project, key)
-        running = self._in_flight.get(scope)
-        if running is None:
-            known = self._known(scope, request.count, hash)
-            if known is not None:
-                return known
-            task = self._services.tasks.spawn(self._fork(sandbox, request, caller, key, hash), awaited=True)
-            running = self._in_flight[scope] = _InFlight(hash, task)
-            task.add_done_callback(lambda _: self._in_flight.pop(scope, None))
-        elif running.request_hash != hash:
-            raise _mismatch(key)
-        return await result_of(running.task)
+        return await self._once.done(
+            scope,
+            hash,
+            lambda: self._fork(sandbox, request, caller, key, hash),
+            lambda: self._known(scope, request.count, hash),
+        )
 
     async def plan(self, sandbox: Supervisor, request: ForkRequest, key: str | None) -> CreatePlan:
         """What each of the children would be. Raises IdempotencyError."""
@@ -92,7 +75,7 @@ class Forks:
             if row is None:
                 return None
             if row.request_hash != hash:
-                raise _mismatch(key)
+                raise self._once.mismatch(key)
             live, buried = self._registry.find(row.sandbox), self._services.journal.tombstone(row.sandbox)
             if live is not None:
                 found.append(live.view())
@@ -194,9 +177,3 @@ def _failure(errors: list[BaseException], *, asked: int) -> BaseException:
 
 def _key_of(key: str, index: int) -> str:
     return f"{key}/{index}"
-
-
-def _mismatch(key: str) -> IdempotencyError:
-    return IdempotencyError(
-        f"the idempotency key {key[:80]!r} was used for a different request", hint="use a fresh key for every fork"
-    )

@@ -19,7 +19,6 @@ from dsec.core.errors import (
     ConflictError,
     DeadlineError,
     DsecError,
-    IdempotencyError,
     LimitError,
     Outcome,
     UnsupportedError,
@@ -30,6 +29,7 @@ from dsec.image.capture import publish
 from dsec.image.publishing import PublishJob
 from dsec.image.residue import rules_for
 from dsec.node.environments import Environments, Hold
+from dsec.node.once import Once
 from dsec.node.origins import Origin, origin_of
 from dsec.node.registry import Registry
 from dsec.node.rights import reaches
@@ -68,12 +68,6 @@ class Captured:
     frozen_ms: float
 
 
-@dataclass(slots=True)
-class _InFlight:
-    request_hash: bytes
-    task: asyncio.Task[SnapshotInfo]
-
-
 class Snapshots:
     """`collect` removes layers that nothing names or uses. `changing` is held while what is named changes."""
 
@@ -93,7 +87,7 @@ class Snapshots:
         self._turn = asyncio.Semaphore(limits.SNAPSHOTS_AT_ONCE_MAX)
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # of projects
         self._under_way: Counter[str] = Counter()  # by project
-        self._in_flight: dict[tuple[str, str], _InFlight] = {}
+        self._once: Once[SnapshotInfo] = Once(services.tasks, "snapshot")
         self._kept: Counter[str | None] = Counter()
         self.changing = asyncio.Lock()
 
@@ -111,26 +105,19 @@ class Snapshots:
         may stand still), GoneError, StorageError. The sandbox goes on in any case, and a failed one leaves nothing."""
         hash = hashlib.sha256(pack((sandbox.id, request))).digest()
         if key is None:
-            task = self._services.tasks.spawn(self._take(sandbox, request, caller, None, b""), awaited=True)
-            try:
-                return await result_of(task)
-            except asyncio.CancelledError:
-                task.cancel()
-                raise
+            return await self._once.alone(self._take(sandbox, request, caller, None, b""))
         scope = (sandbox.row.project, key)
-        running = self._in_flight.get(scope)
-        if running is None:
-            known = next((row for row in self._store if (row.info.project, row.key) == scope), None)
-            if known is not None:
-                if known.request_hash != hash:
-                    raise _mismatch(key)
-                return known.info
-            task = self._services.tasks.spawn(self._take(sandbox, request, caller, key, hash), awaited=True)
-            running = self._in_flight[scope] = _InFlight(hash, task)
-            task.add_done_callback(lambda _: self._in_flight.pop(scope, None))
-        elif running.request_hash != hash:
-            raise _mismatch(key)
-        return await result_of(running.task)
+        return await self._once.done(
+            scope, hash, lambda: self._take(sandbox, request, caller, key, hash), lambda: self._known(scope, hash)
+        )
+
+    def _known(self, scope: tuple[str, str], hash: bytes) -> SnapshotInfo | None:
+        known = next((row for row in self._store if (row.info.project, row.key) == scope), None)
+        if known is None:
+            return None
+        if known.request_hash != hash:
+            raise self._once.mismatch(scope[1])
+        return known.info
 
     async def _take(
         self, sandbox: Supervisor, request: SnapshotRequest, caller: Caller, key: str | None, hash: bytes
@@ -416,9 +403,3 @@ async def _at_most(seconds: float) -> AsyncIterator[None]:
 async def _close(capture: Capture) -> None:
     with suppress(DsecError):  # what it leaves is removed at the next start
         await capture.close()
-
-
-def _mismatch(key: str) -> IdempotencyError:
-    return IdempotencyError(
-        f"the idempotency key {key[:80]!r} was used for a different request", hint="use a fresh key for every snapshot"
-    )

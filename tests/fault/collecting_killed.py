@@ -1,0 +1,83 @@
+"""Collections that are killed by SIGKILL before their first, second, … change of the disk, each in its own process.
+
+    python -m tests.fault.collecting_killed DIRECTORY
+
+Makes DIRECTORY/0, DIRECTORY/1, … and prints for each what it changed last; the last line is of one that nobody killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from tests.fault.test_node_collecting import Site
+
+# What changes a disk, as the interpreter tells it just before.
+_CHANGES: Final = frozenset({"os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate"})
+_STEPS_MAX: Final = 500
+
+
+class KilledSite(Site):
+    """With a layer that only a sandbox has, chunks of a layer that goes, and remains of all kinds."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.used = self.layer("3")
+        self.live_layers.add(self.used)
+        for digest in (self.first, self.second):
+            chunks = self.places.chunks / digest
+            chunks.mkdir(parents=True)
+            (chunks / "data").write_bytes(bytes(4096))
+            self.aged(chunks)
+        with self.store.layers.staging() as work:
+            (work / "half").mkdir()
+            (work / "half" / "file").touch()
+            work.rename(work.with_name("killed-before"))
+        self.strays()
+
+
+def run_and_be_killed(directory: Path, step: int) -> str:
+    """What the collection was about to do when it was killed; empty when it came to its end."""
+    site = KilledSite(directory)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        changes = 0
+
+        def watch(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal changes
+            if event in _CHANGES:
+                changes += 1
+                if changes > step:
+                    os.write(writing, event.encode())
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(watch)
+            asyncio.run(site.collector().collect())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        event = told.read()
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) is bool(event), status
+    return event
+
+
+def main() -> int:
+    for step in range(_STEPS_MAX):
+        event = run_and_be_killed(Path(sys.argv[1]) / str(step), step)
+        print(event, flush=True)
+        if not event:
+            return 0
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
