@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dsec.core.errors import CommandError as CommandError
     from dsec.core.errors import DsecError as DsecError
     from dsec.core.spec import Environment as Environment
+    from dsec.core.spec import Place as Place
     from dsec.core.spec import ReadyProbe as ReadyProbe
     from dsec.core.spec import VolumeMount as VolumeMount
     from dsec.sdk.calls import CallResult as CallResult
@@ -145,6 +146,7 @@ _NAMES: Final[dict[str, str]] = {
     "Quota": "dsec.wire.iam",
     "Caps": "dsec.wire.iam",
     "Policy": "dsec.wire.iam",
+    "Place": "dsec.core.spec",
     "AsyncVolumes": "dsec.sdk.volumes",
     "AsyncWatch": "dsec.sdk.files",
     "BuildEvent": "dsec.wire.environments",

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
+from dsec.api.explaining import cap_verdict, node_verdicts
 from dsec.cluster.rpc import Rpc
 from dsec.core.errors import DsecError, ForbiddenError, Outcome, QuotaError
 from dsec.core.ids import NodeId, SandboxId, node_of
@@ -16,9 +17,10 @@ from dsec.iam.ledger import Ledger, LocalSlices
 from dsec.iam.policies import check_policies, check_ttl
 from dsec.iam.view import Rules
 from dsec.wire.codec import pack, unpack
+from dsec.wire.errors import body_of
 from dsec.wire.iam import Holdings, HoldingsQuery
 from dsec.wire.node import Caller, Method, Right
-from dsec.wire.plans import CreatePlan, PlanRequest
+from dsec.wire.plans import CreatePlan, Explanation, PlanRequest
 from dsec.wire.records import CreateRequest, Sandbox, SandboxRef
 from dsec.wire.snapshots import Fork
 
@@ -59,6 +61,32 @@ class Admission:
         plan = await self._plan(node, request, caller, None)
         rules, count = self._directory.rules(plan.project), fork.request.count
         return await self._admitted(rules, plan.spec, count, work, lambda: self._is_known(node, request, caller, key))
+
+    async def explain(self, body: CreateRequest, caller: Caller) -> Explanation:
+        """What `create` would do now, with the same checks. Raises what is wrong with the request itself."""
+        request = PlanRequest(create=body)
+        answers = await asyncio.gather(
+            *(self._plan(node, request, caller, None) for node in self._nodes()), return_exceptions=True
+        )
+        plans = [answer for answer in answers if isinstance(answer, CreatePlan)]
+        if not plans:
+            raise next(error for error in answers if isinstance(error, BaseException))
+        spec, rules = plans[0].spec, self._directory.rules(caller.project)
+        policy = None
+        try:
+            check_policies(spec, rules.policies)
+        except ForbiddenError as error:
+            policy = body_of(error)
+        caps = [cap_verdict(use, spec) for use in await self.ledger.uses(rules.quotas)]
+        nodes = node_verdicts(plans, spec)
+        return Explanation(
+            project=caller.project,
+            would_be_made=policy is None and all(cap.fits for cap in caps) and any(node.fits for node in nodes),
+            spec=spec,
+            policy=policy,
+            caps=caps,
+            nodes=nodes,
+        )
 
     async def check_ttl(self, sandbox: SandboxId, ttl_running_s: float | None, caller: Caller) -> None:
         """Raises ForbiddenError."""

@@ -20,6 +20,7 @@ Handler = Callable[["Request"], Awaitable["Answer | None"]]
 SocketHandler = Callable[["Request", "Socket"], Awaitable[None]]
 
 WEBSOCKET: Final = "WS"
+_CHANGE_NOTHING: Final = ("/v1/calls", "/run_code", "/v1/sandboxes:explain")  # that is there afterwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Route:
     def audited(self) -> bool:
         """Changes, but for what is done inside a sandbox: its execs, files and sessions have records of their own."""
         inside = any(part in self.path for part in ("}/execs", "}/files", "}/sessions", "}/archive"))
-        changes = self.method in ("POST", "PUT", "DELETE") and self.path not in ("/v1/calls", "/run_code")
+        changes = self.method in ("POST", "PUT", "DELETE") and self.path not in _CHANGE_NOTHING
         return changes and not inside and self.right is not None
 
     @property

@@ -17,6 +17,7 @@ from dsec.cli import (
     completion,
     doctor,
     environments,
+    explain,
     files,
     gc,
     grants,
@@ -92,7 +93,7 @@ def _warn() -> None:
         complain(f"warning: {name} is no variable of dsec{f'; did you mean {meant}?' if meant else ' and is ignored'}")
 
 
-for part in (service, doctor, processes, calls, logs, top, lists, shell, files, gc, snapshots, projects):
+for part in (service, doctor, processes, calls, logs, top, lists, shell, files, gc, snapshots, projects, explain):
     part.register(app)
 app.add_typer(calls.app, name="calls")
 app.add_typer(environments.app, name="env")

@@ -96,6 +96,13 @@ PAGES: Final[dict[str, Page]] = {
         (("dsec audit --principal ci@/team", "what one has done"),),
         "an AuditPage record: entries and lost",
     ),
+    "explain": Page(
+        "The same checks as of `dsec create`, without one: policies and caps of the project and of those above, then "
+        "each node, with how full it is and why it would refuse.",
+        (("dsec explain --memory 64GiB", "why does it not fit"), ("dsec explain --label zone=a", "which nodes could")),
+        "an Explanation record",
+        {1: "it would be refused"},
+    ),
     "whoami": Page("", (("dsec whoami", "and in which project you act"),), "a WhoAmI record"),
     "up": Page(
         "It answers at its socket and, with --listen, on TCP. In the foreground it logs to stderr until Ctrl-C; with "

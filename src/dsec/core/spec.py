@@ -112,6 +112,26 @@ class VolumeMount(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             )
 
 
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Which nodes a sandbox may be on. Those of one `group` spread over nodes; `apart`: no two of it on one node."""
+
+    labels: dict[str, str] = {}  # that the node has
+    features: tuple[str, ...] = ()  # that the node has, such as "pause" or "kvm"
+    group: str | None = None
+    apart: bool = False
+
+    def __post_init__(self) -> None:
+        check_labels(self.labels)
+        if len(self.features) > limits.LABELS_MAX:
+            raise LimitError(f"at most {limits.LABELS_MAX} features, not {len(self.features)}")
+        for feature in self.features:
+            parse_name(feature, "feature of a node")
+        if self.group is not None:
+            parse_name(self.group, "group of sandboxes")
+        if self.apart and self.group is None:
+            raise InvalidArgumentError("apart says so of the sandboxes of a group", hint="give the group, too")
+
+
 class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One sandbox as asked for. Sizes in bytes, durations in seconds; None means "none".
 
@@ -137,6 +157,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     start: bool = False  # runs the environment's ENTRYPOINT and CMD, as exec "main"
     ready: ReadyProbe | None = None  # the create returns once it succeeds
     volumes: tuple[VolumeMount, ...] = ()
+    place: Place | None = None  # which nodes it may be on
 
     def __post_init__(self) -> None:
         _within("cpu", self.cpu, limits.CPU_MIN, limits.CPU_MAX, "cores")

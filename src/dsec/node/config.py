@@ -72,6 +72,7 @@ class NodeConfig:
     collect: CollectConfig = CollectConfig()
     datasets: Mapping[str, Path] = field(default_factory=dict)  # directories of the host that sandboxes may read
     calls: CallsConfig = field(default_factory=CallsConfig)
+    labels: Mapping[str, str] = field(default_factory=dict)  # what `place.labels` of a sandbox must agree with
 
     def __post_init__(self) -> None:
         if not 1 <= self.sandboxes_max <= limits.SANDBOXES_PER_NODE_MAX:

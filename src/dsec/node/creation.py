@@ -30,6 +30,7 @@ from dsec.core.states import EndCause, SandboxState
 from dsec.node.admission import Room, refusal
 from dsec.node.environments import Environments, Resolved
 from dsec.node.execs import NodeExec
+from dsec.node.facts import check_place, facts_of
 from dsec.node.once import Once
 from dsec.node.origins import Origin
 from dsec.node.registry import Registry
@@ -96,7 +97,7 @@ class Creation:
 
     def knows(self, project: str, key: str) -> bool:
         """Whether a create of this key is under way, or there is what came of it."""
-        return (project, key) in self._in_flight or self._services.journal.key(project, key) is not None
+        return self._once.is_under_way((project, key)) or self._services.journal.key(project, key) is not None
 
     async def _without_key(self, request: CreateRequest, caller: Caller) -> Sandbox:
         task = self._services.tasks.spawn(self._make(request, caller, None, b""), awaited=True)
@@ -136,15 +137,24 @@ class Creation:
         return await self.plan_of(spec, caller.project, origin, known=known)
 
     async def plan_of(self, spec: SandboxSpec, project: str, origin: Origin | None, *, known: bool) -> CreatePlan:
-        refused = None
+        refused, found = None, origin is not None
         try:
             backend = self._backend(spec)
-            self._admit(spec, project)
             if origin is None:
                 (await self._resolve(spec, backend, None)).hold.release()
+                found = True
+            self._admit(spec, project)
         except DsecError as error:
             refused = body_of(error)
-        return CreatePlan(node=self._services.journal.node_id, project=project, spec=spec, known=known, refused=refused)
+        labels = self._services.config.labels
+        return CreatePlan(
+            node=self._services.journal.node_id,
+            project=project,
+            spec=spec,
+            known=known,
+            refused=refused,
+            facts=facts_of(spec, self._backends, self._room(), labels, has_environment=found),
+        )
 
     def _origin(self, request: CreateRequest, caller: Caller) -> Origin | None:
         if request.snapshot is None:
@@ -224,6 +234,7 @@ class Creation:
                 f"{spec.substrate} sandboxes on this node cannot be held to a disk limit",
                 hint="leave disk out, or see what `dsec doctor` says of the disk limit",
             )
+        check_place(spec, backend, self._services.config.labels)
         if spec.volumes and not backend.capabilities.volumes:
             raise UnsupportedError(f"{spec.substrate} sandboxes on this node cannot have volumes")
         return backend

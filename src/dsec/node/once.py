@@ -50,6 +50,9 @@ class Once(Generic[T]):
             raise self.mismatch(scope[1])
         return await result_of(running.task)
 
+    def is_under_way(self, scope: tuple[str, str]) -> bool:
+        return scope in self._in_flight
+
     async def alone(self, work: Coroutine[Any, Any, T]) -> T:
         """Without a key nobody can ask again: the work ends with its caller."""
         task = self._tasks.spawn(work, awaited=True)

@@ -42,6 +42,7 @@ from dsec.wire.calls import CallPool, CallPoolPage, CallRequest, TaskTypeInfo, T
 from dsec.wire.collect import GcReport, GcRequest
 from dsec.wire.errors import ErrorBody, error_of
 from dsec.wire.iam import AuditPage, WhoAmI
+from dsec.wire.plans import Explanation
 from dsec.wire.records import BatchItem, BatchRequest, CreateRequest, DoctorReport, Health, SandboxPage
 from dsec.wire.records import Sandbox as SandboxInfo
 
@@ -127,6 +128,14 @@ class AsyncClient:
     def grants(self) -> AsyncGrants:
         """Who may do what in which project."""
         return self._grants
+
+    async def explain(
+        self, environment: str | Environment = "base", *, snapshot: str | None = None, **options: Unpack[CreateOptions]
+    ) -> Explanation:
+        """What would become of `create` with the same arguments now, and why: the policy that forbids it, the caps that
+        bind it, and for each node whether it could take it. Nothing happens."""
+        request = CreateRequest(spec=make_spec(environment, **options), snapshot=snapshot)
+        return await self._transport.call("POST", "/sandboxes:explain", Explanation, body=request, repeatable=True)
 
     async def whoami(self) -> WhoAmI:
         """Who the service takes this client for, and what they may do where."""

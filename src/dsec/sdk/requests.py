@@ -14,6 +14,7 @@ from dsec.core.ids import new_exec_id
 from dsec.core.spec import (
     Environment,
     NetworkMode,
+    Place,
     ReadyProbe,
     SandboxSpec,
     Substrate,
@@ -49,6 +50,7 @@ class CreateOptions(TypedDict, total=False):
     start: bool
     ready: Mapping[str, Any] | ReadyProbe | None
     volumes: Sequence[str | VolumeMount]
+    place: Place | None
 
 
 def make_spec(
@@ -72,6 +74,7 @@ def make_spec(
     start: bool = False,
     ready: Mapping[str, Any] | ReadyProbe | None = None,
     volumes: Sequence[str | VolumeMount] = (),
+    place: Place | None = None,
 ) -> SandboxSpec:
     return SandboxSpec(
         environment=environment if isinstance(environment, Environment) else Environment(base=environment),
@@ -96,6 +99,7 @@ def make_spec(
             volume if isinstance(volume, VolumeMount) else parse_volume(volume)
             for volume in as_list(volumes, "volumes")
         ),
+        place=place,
     )
 
 

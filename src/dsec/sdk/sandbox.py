@@ -13,7 +13,7 @@ import msgspec
 from dsec.core import limits
 from dsec.core.errors import DsecError, GoneError, InvalidArgumentError, NotFoundError
 from dsec.core.ids import main_exec_id, parse_exec_id
-from dsec.core.spec import Environment, ReadyProbe, VolumeMount, check_path
+from dsec.core.spec import Environment, Place, ReadyProbe, VolumeMount, check_path
 from dsec.core.states import ENDED
 from dsec.sdk import transfer
 from dsec.sdk.files import AsyncFiles
@@ -78,6 +78,7 @@ class AsyncSandbox:
         start: bool = False,
         ready: Mapping[str, Any] | ReadyProbe | None = None,
         volumes: Sequence[str | VolumeMount] = (),
+        place: Place | None = None,
         snapshot: str | AsyncSnapshot | None = None,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
@@ -91,7 +92,8 @@ class AsyncSandbox:
         `privilege_gain` lets set-user-id programs (sudo) raise privileges inside. `start` runs what the environment
         says (ENTRYPOINT and CMD): it is `main`. With `ready` this returns once it is so: a `dsec.ReadyProbe`, or its
         fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}. `volumes`: such as "data:/data"
-        or "data:/data:ro", or a `dsec.VolumeMount`, which also names datasets of the node.
+        or "data:/data:ro", or a `dsec.VolumeMount`, which also names datasets of the node. `place`: a `dsec.Place` says
+        which nodes it may be on, and which sandboxes are to spread over them.
         `snapshot`: a name, id or Snapshot. The files are those of the snapshotted sandbox then, and so is its
         environment and whatever is left at its default here, but for the name; `env` and `labels` add to it.
         `idempotency_key`: the same key gives the same sandbox (default: a random one, which makes the retries of this
@@ -118,6 +120,7 @@ class AsyncSandbox:
             start=start,
             ready=ready,
             volumes=volumes,
+            place=place,
             snapshot=snapshot,
             idempotency_key=idempotency_key,
             timeout_s=timeout_s,

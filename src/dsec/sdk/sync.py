@@ -11,7 +11,7 @@ from dsec.core import limits
 from dsec.core.errors import (
     DsecError,
 )
-from dsec.core.spec import Environment, ReadyProbe, VolumeMount
+from dsec.core.spec import Environment, Place, ReadyProbe, VolumeMount
 from dsec.sdk import transfer
 from dsec.sdk.blocking import Blocking, portal, unwrap
 from dsec.sdk.calls import CallOptions, CallResult
@@ -55,6 +55,7 @@ from dsec.wire.iam import (
 )
 from dsec.wire.images import ExportedImage, ExportTarget
 from dsec.wire.layers import EnvironmentDiff, LayerInfo
+from dsec.wire.plans import Explanation
 from dsec.wire.records import (
     DoctorReport,
     ExecInfo,
@@ -752,6 +753,7 @@ class Sandbox(Blocking[AsyncSandbox]):
         start: bool = False,
         ready: Mapping[str, Any] | ReadyProbe | None = None,
         volumes: Sequence[str | VolumeMount] = (),
+        place: Place | None = None,
         snapshot: str | Snapshot | None = None,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
@@ -765,7 +767,8 @@ class Sandbox(Blocking[AsyncSandbox]):
         `privilege_gain` lets set-user-id programs (sudo) raise privileges inside. `start` runs what the environment
         says (ENTRYPOINT and CMD): it is `main`. With `ready` this returns once it is so: a `dsec.ReadyProbe`, or its
         fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}. `volumes`: such as "data:/data"
-        or "data:/data:ro", or a `dsec.VolumeMount`, which also names datasets of the node.
+        or "data:/data:ro", or a `dsec.VolumeMount`, which also names datasets of the node. `place`: a `dsec.Place` says
+        which nodes it may be on, and which sandboxes are to spread over them.
         `snapshot`: a name, id or Snapshot. The files are those of the snapshotted sandbox then, and so is its
         environment and whatever is left at its default here, but for the name; `env` and `labels` add to it.
         `idempotency_key`: the same key gives the same sandbox (default: a random one, which makes the retries of this
@@ -794,6 +797,7 @@ class Sandbox(Blocking[AsyncSandbox]):
                     start=start,
                     ready=ready,
                     volumes=volumes,
+                    place=place,
                     snapshot=unwrap(snapshot),
                     idempotency_key=idempotency_key,
                     timeout_s=timeout_s,
@@ -1218,6 +1222,13 @@ class Client(Blocking[AsyncClient]):
         """Who may do what in which project."""
         result: Grants = wrap(self._async.grants)
         return result
+
+    def explain(
+        self, environment: str | Environment = "base", *, snapshot: str | None = None, **options: Unpack[CreateOptions]
+    ) -> Explanation:
+        """What would become of `create` with the same arguments now, and why: the policy that forbids it, the caps that
+        bind it, and for each node whether it could take it. Nothing happens."""
+        return portal().run(self._async.explain(environment, snapshot=snapshot, **options))
 
     def whoami(self) -> WhoAmI:
         """Who the service takes this client for, and what they may do where."""

@@ -16,6 +16,7 @@ from dsec.core.spec import check_labels
 from dsec.core.states import SandboxState
 from dsec.wire.codec import to_json
 from dsec.wire.node import Method, Right, SetTtl
+from dsec.wire.plans import Explanation
 from dsec.wire.records import CreateRequest, ListQuery, Metrics, Sandbox, SandboxPage, SandboxRef, TtlRequest
 
 _CHANGE_TIMEOUT_S = 120.0  # pause, resume and destroy: the node has its own, shorter deadlines for their steps
@@ -72,6 +73,11 @@ def _preferred_wait_s(request: Request) -> float | None:
                 raise InvalidArgumentError("Prefer: wait needs seconds", hint="such as 'Prefer: wait=10'")
             return float(found[1])
     return None
+
+
+async def explain_create(request: Request) -> Answer:
+    body = await request.record(CreateRequest)
+    return Answer(to_json(await request.services.admission.explain(body, request.caller)))
 
 
 async def list_sandboxes(request: Request) -> Answer:
@@ -153,6 +159,16 @@ ROUTES = (
         status=201,
         statuses=(409, 429, 501),
         mutates=True,
+    ),
+    Route(
+        "POST",
+        "/v1/sandboxes:explain",
+        explain_create,
+        "What would become of a create now, and why: policies, caps, and each node. Nothing happens.",
+        Right.USE,
+        body=CreateRequest,
+        answer=Explanation,
+        statuses=(404, 501),
     ),
     Route("GET", "/v1/sandboxes", list_sandboxes, "List sandboxes.", Right.READ, params=_LIST, answer=SandboxPage),
     Route("GET", "/v1/sandboxes/{id}", get_sandbox, "One sandbox, ended ones too.", Right.READ, answer=Sandbox),

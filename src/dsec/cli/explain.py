@@ -1,0 +1,102 @@
+"""`dsec explain`: what would become of a create, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsec.cli.completion import complete_environment
+from dsec.cli.console import Json, client, lay_out, parse_pairs, put_json, run_async, settings
+from dsec.cli.options import Cpu, Datasets, Disk, Memory, Name, Substrate, TtlRunning, Volumes
+from dsec.cli.pages import command
+from dsec.cli.volumes import mounts
+
+if TYPE_CHECKING:
+    from dsec.wire.plans import CapVerdict, Explanation
+
+
+def explain(
+    environment: Annotated[
+        str, typer.Argument(help="What it would start from.", autocompletion=complete_environment)
+    ] = "base",
+    backend: Substrate = "container",
+    cpu: Cpu = 1.0,
+    memory: Memory = "1GiB",
+    disk: Disk = None,
+    volume: Volumes = None,
+    dataset: Datasets = None,
+    network: Annotated[str, typer.Option(metavar="MODE", help="none: loopback only.")] = "none",
+    name: Name = None,
+    ttl_running: TtlRunning = None,
+    snapshot: Annotated[str | None, typer.Option(metavar="NAME", help="From a snapshot.", show_default=False)] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="That the node must have. May be repeated.")
+    ] = None,
+    feature: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="That the node must have, such as pause. May be repeated.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say what would become of a create now, and why. Nothing happens."""
+
+    async def work() -> Explanation:
+        from dsec.core.spec import Place
+
+        place = None
+        if label or feature:
+            place = Place(labels=parse_pairs(label, "label"), features=tuple(feature or ()))
+        async with client() as c:
+            return await c.explain(
+                environment,
+                snapshot=snapshot,
+                backend=backend,
+                cpu=cpu,
+                memory=memory,
+                disk=disk,
+                network=network,
+                name=name,
+                ttl_running_s=ttl_running,
+                volumes=mounts(volume, dataset),
+                place=place,
+            )
+
+    found = run_async(work())
+    if settings.json:
+        put_json(found)
+    else:
+        for line in _lines(found):
+            print(line)
+    if not found.would_be_made:
+        raise typer.Exit(1)
+
+
+def _lines(found: Explanation) -> list[str]:
+    lines = [f"in {found.project}: {'it would be made' if found.would_be_made else 'it would be refused'}"]
+    if found.policy is not None:
+        lines.append(f"policy: {found.policy.message}")
+    if found.caps:
+        rows = [(cap.cap, cap.project, *_figures(cap), "fits" if cap.fits else "no room") for cap in found.caps]
+        lines += lay_out(("CAP", "OF", "USED", "UNDER WAY", "ASKED", "LIMIT", ""), rows)
+    rows_of_nodes = [
+        (
+            node.node,
+            f"{node.fullness:.0%}",
+            "would be chosen" if node.chosen else "could take it" if node.fits else f"no: {node.text or node.reason}",
+        )
+        for node in found.nodes
+    ]
+    return [*lines, *lay_out(("NODE", "FULL", ""), rows_of_nodes)]
+
+
+def _figures(cap: CapVerdict) -> tuple[str, str, str, str]:
+    from dsec.core.units import format_size
+
+    def shown(value: float) -> str:
+        return format_size(int(value)) if cap.cap.endswith("_bytes") else f"{value:g}"
+
+    return shown(cap.used), shown(cap.reserved), shown(cap.asked), shown(cap.limit)
+
+
+def register(main: typer.Typer) -> None:
+    command(main, explain)

@@ -1,0 +1,158 @@
+"""`explain` says what a create would do: with the same checks, and nothing happens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dsec
+from dsec.api.explaining import cap_verdict, node_verdicts
+from dsec.backends.fake.backend import FakeBackend
+from dsec.core.spec import Environment, Place, SandboxSpec, Substrate
+from dsec.node.config import NodeConfig
+from dsec.node.node import Node
+from dsec.node.service import Service
+from dsec.serve.imagined import ImaginedEnvironments
+from dsec.wire.errors import ErrorBody
+from dsec.wire.iam import CapUse
+from dsec.wire.plans import CreatePlan, NodeFacts
+from tests.contract.sdk_service import RunningService
+from tests.contract.served import Served, serve
+
+SPEC: dict[str, Any] = {"environment": {"base": "base"}, "substrate": "fake", "memory_bytes": 64 << 20}
+
+
+@pytest.fixture
+async def api(short_tmp: Path) -> AsyncIterator[Served]:
+    node = Node(
+        NodeConfig(
+            state_dir=short_tmp / "s",
+            run_dir=short_tmp / "r",
+            substrates=frozenset({Substrate.FAKE}),
+            sandboxes_max=2,
+            labels={"zone": "a"},
+        ),
+        make_backends=lambda _: {Substrate.FAKE: FakeBackend()},
+        environments=ImaginedEnvironments(),
+    )
+    await node.start()
+    try:
+        async with serve(Service(node), node.id, short_tmp) as served:
+            yield served
+    finally:
+        await node.close()
+
+
+async def ask(api: Served, path: str, body: Any, by: dict[str, str], *, status: int = 200) -> Any:
+    async with api.remote.post(path, json=body, headers=by) as answer:
+        assert answer.status == status, await answer.text()
+        return await answer.json()
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"place": {"labels": {"zone": "b"}}}, "label"),
+        ({"place": {"features": ["gpu"]}}, "feature"),
+        ({"substrate": "microvm"}, "substrate"),
+        ({"network": "routed"}, "network"),
+        ({"name": "taken"}, "conflict"),
+        ({"volumes": [{"name": "nowhere", "path": "/data"}]}, "feature"),
+        ({"place": {"labels": {"zone": "a"}, "features": ["pause"]}}, None),
+        ({}, None),
+    ],
+)
+async def test_what_it_says_is_what_a_create_meets(api: Served, spec: dict[str, Any], reason: str | None) -> None:
+    user = await api.token("/team", "use")
+    await ask(api, "/v1/sandboxes", {"spec": {**SPEC, "name": "taken"}}, user, status=201)
+    body = {"spec": {**SPEC, **spec}}
+
+    told = await ask(api, "/v1/sandboxes:explain", body, user)
+    async with api.remote.post("/v1/sandboxes", json=body, headers=user) as answer:
+        came = answer.status
+
+    (node,) = told["nodes"]
+    assert (node["reason"], node["fits"], node["chosen"]) == (reason, reason is None, reason is None)
+    assert told["would_be_made"] == (came == 201)
+    assert reason is None or node["text"]
+
+
+async def test_a_full_node_says_how_full_it_is(api: Served) -> None:
+    user = await api.token("/team", "use")
+    for _ in range(2):
+        await ask(api, "/v1/sandboxes", {"spec": SPEC}, user, status=201)
+
+    told = await ask(api, "/v1/sandboxes:explain", {"spec": SPEC}, user)
+
+    assert not told["would_be_made"]
+    assert told["nodes"][0]["reason"] == "sandboxes"
+    assert told["nodes"][0]["fullness"] == 1.0
+    assert told["nodes"][0]["hint"]
+
+
+async def test_caps_and_policies_are_told_without_a_create(api: Served) -> None:
+    user = await api.token("/team/run", "use")
+    quota = {"sandboxes": 1, "substrates": {"fake": {"cpu": 0.5}, "container": {"sandboxes": 0}}}
+    async with api.local.put("/v1/project/quota", params={"path": "/team"}, json=quota) as answer:
+        assert answer.status == 200
+    async with api.local.put("/v1/project/policy", params={"path": "/team/run"}, json={"cpu_max": 0.75}) as answer:
+        assert answer.status == 200
+
+    told = await ask(api, "/v1/sandboxes:explain", {"spec": SPEC}, user)
+    async with api.remote.get("/v1/sandboxes", headers=user) as answer:
+        there = (await answer.json())["sandboxes"]
+
+    assert not told["would_be_made"]
+    assert told["policy"]["detail"]["rule"] == "cpu"
+    assert {cap["cap"]: (cap["asked"], cap["fits"]) for cap in told["caps"]} == {
+        "sandboxes": (1, True), "fake.cpu": (1, False), "container.sandboxes": (0, True),
+    }  # fmt: skip
+    assert told["nodes"][0]["fits"]
+    assert there == []
+
+
+def test_of_several_nodes_the_least_loaded_that_can_is_chosen() -> None:
+    spec = SandboxSpec(environment=Environment("base"), place=Place(labels={"zone": "a"}))
+
+    def plan(name: str, used: int, refused: ErrorBody | None = None, **labels: str) -> CreatePlan:
+        facts = NodeFacts(
+            substrates=("container",),
+            networks=("none",),
+            labels={"zone": "a"} | labels,
+            has_environment=True,
+            used={"sandboxes": used},
+            room={"sandboxes": 10},
+        )
+        return CreatePlan(node=name, project="/", spec=spec, refused=refused, facts=facts)
+
+    refusal = ErrorBody(code="no_capacity", message="its disk is full", hint="make room")
+    plans = [plan("busy", 8), plan("idle", 1), plan("veto", 0, refusal), plan("far", 0, zone="b"), plan("full", 10)]
+
+    found = {verdict.node: verdict for verdict in node_verdicts(plans, spec)}
+
+    assert [name for name, verdict in found.items() if verdict.chosen] == ["idle"]
+    assert {name: verdict.reason for name, verdict in found.items()} == {
+        "busy": None, "idle": None, "veto": "no_capacity", "far": "label", "full": "sandboxes",
+    }  # fmt: skip
+    assert (found["veto"].text, found["veto"].hint) == ("its disk is full", "make room")
+    assert found["busy"].fullness == 0.8
+
+
+def test_a_cap_on_disk_wants_a_sandbox_to_say_how_much() -> None:
+    use = CapUse(project="/a", cap="disk_bytes", limit=100.0, used=0.0)
+
+    assert not cap_verdict(use, SandboxSpec(environment=Environment("base"))).fits
+    assert cap_verdict(use, SandboxSpec(environment=Environment("base"), disk_bytes=1 << 20)).asked == 1 << 20
+
+
+def test_by_sdk_it_is_a_record(service: RunningService) -> None:
+    with dsec.Client(service.url) as client:
+        good = client.explain("base", backend="fake")
+        bad = client.explain("base", backend="fake", place=dsec.Place(features=("gpu",)))
+
+        assert good.would_be_made
+        assert [node.reason for node in bad.nodes] == ["feature"]
+        assert client.list() == []
