@@ -27,6 +27,10 @@ class Once(Generic[T]):
         self._what = what
         self._in_flight: dict[tuple[str, str], _InFlight[T]] = {}
 
+    def __len__(self) -> int:
+        """How much is under way."""
+        return len(self._in_flight)
+
     async def done(
         self,
         scope: tuple[str, str],
