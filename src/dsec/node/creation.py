@@ -284,6 +284,7 @@ class Creation:
             raise refused
         self._services.volumes.check(spec, project)
         self._registry.check_name(project, spec.name)
+        self._registry.check_apart(project, spec)
 
     async def _launch(
         self,

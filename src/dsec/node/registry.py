@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Iterator
 
-from dsec.core.errors import ConflictError
+from dsec.core.errors import CapacityError, ConflictError
+from dsec.core.spec import SandboxSpec
 from dsec.node.holdings import ProjectHoldings
 from dsec.node.supervisor import Supervisor
 from dsec.wire.cursors import Place
@@ -28,6 +29,24 @@ class Registry:
             raise ConflictError(
                 f"the name {name!r} is in use", hint="names are unique within a project", sandbox=holder
             )
+
+    def check_apart(self, project: str, spec: SandboxSpec) -> None:
+        """Raises CapacityError when it is to be apart from one of its group that is here: another node may take it."""
+        place = spec.place
+        if place is None or place.group is None:
+            return
+        for sandbox in self._by_id.values():
+            other = sandbox.row.spec.place
+            if (
+                other is not None
+                and other.group == place.group
+                and sandbox.row.project == project
+                and (place.apart or other.apart)
+            ):
+                raise CapacityError(
+                    f"one of the group {place.group!r} is on this node already, and they are to be apart",
+                    hint="it takes another node, or a sandbox without apart",
+                )
 
     def add(self, sandbox: Supervisor) -> None:
         """Raises ConflictError when its name is in use in its project."""
