@@ -63,5 +63,9 @@ def test_stores_need_fuse_and_the_loader(tmp_path: Path, monkeypatch: pytest.Mon
     # The loader is no program, so there is no fanotify.
     assert stores(tmp_path / "fuse").detail.endswith("by FUSE")
     assert stores(tmp_path / "none").hint == "modprobe fuse"
+    with monkeypatch.context() as patch:
+        patch.setattr(fingerprint_module, "has_pre_content_events", lambda *_: True)
+        assert (stores(tmp_path / "fuse").status, stores(tmp_path / "none").status) == ("ok", "degraded")
+        assert "zeros" in (stores(tmp_path / "none").cost or "")
     monkeypatch.setattr(fingerprint_module, "find_binary", nowhere)
     assert stores(tmp_path / "fuse").detail == "dsec-loader is nowhere"

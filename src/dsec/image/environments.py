@@ -77,6 +77,7 @@ class StoreFacts:
     layer_bytes: int
     free_bytes: int
     broken: int = 0  # layers that cannot be read
+    front: str | None = None  # by which a loader that runs serves layers of stores
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dsec import __version__
 from dsec.backends.base import Capabilities, Probe
 from dsec.core.errors import DsecError
 from dsec.core.units import format_size
-from dsec.node.fingerprint import DEGRADED, MISSING, OK, fingerprint
+from dsec.node.fingerprint import DEGRADED, FANOTIFY_COST, MISSING, OK, fingerprint
 from dsec.wire.records import DoctorReport, Finding
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 async def examine(node: Node) -> DoctorReport:
     findings = await asyncio.to_thread(fingerprint, node.config)
-    findings.append(await _environments(node))
+    findings += await _environments(node)
     substrates: dict[str, str] = {}
     for substrate, backend in node.backends.items():
         substrates[str(substrate)], more = await of_backend(str(substrate), backend)
@@ -86,11 +86,30 @@ def _resource_view(able: Capabilities) -> Finding:
     )
 
 
-async def _environments(node: Node) -> Finding:
+async def _environments(node: Node) -> list[Finding]:
     try:
-        return of_environments(await node.environments.describe())
+        facts = await node.environments.describe()
     except DsecError as error:
-        return Finding(what="environments", status=MISSING, detail=error.message, hint=error.hint, need="needed")
+        return [Finding(what="environments", status=MISSING, detail=error.message, hint=error.hint, need="needed")]
+    return [of_environments(facts), *of_loader(facts)]
+
+
+def of_loader(facts: StoreFacts | None) -> list[Finding]:
+    """How the layers of stores are read that this node serves now; nothing while it serves none."""
+    if facts is None or facts.front is None:
+        return []
+    if facts.front != "fanotify":
+        return [Finding(what="loader", status=OK, detail=f"serves by {facts.front}", need="optional")]
+    return [
+        Finding(
+            what="loader",
+            status=DEGRADED,
+            detail="serves by fanotify: a layer that is whole is read like a local file",
+            hint="[storage] loader_front = 'fuse', then dsec down --destroy and dsec up",
+            need="optional",
+            cost=FANOTIFY_COST,
+        )
+    ]
 
 
 def of_environments(facts: StoreFacts | None) -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -249,7 +249,7 @@ class StoredEnvironments:
         return await asyncio.to_thread(record_trace, self._store, self._remote, name)
 
     async def describe(self) -> StoreFacts | None:
-        return await asyncio.to_thread(self._store.describe)
+        return await asyncio.to_thread(lambda: replace(self._store.describe(), front=self._remote.front()))
 
     async def renew(self) -> None:
         await asyncio.to_thread(self._remote.renew, self._store.layers)

@@ -25,6 +25,8 @@ from dsec.wire.loader import (
     TRACE_CHUNKS_MAX,
     AddAnswer,
     AddArgs,
+    HelloAnswer,
+    HelloArgs,
     LayerArgs,
     LayerStats,
     LoaderOp,
@@ -84,6 +86,13 @@ class RemoteLayers:
             # Nobody waits for it: what is in the cache can be read while the store is gone.
             threading.Thread(target=self._prefetch_trace, args=(layer, place), name="trace", daemon=True).start()
         return path
+
+    def front(self) -> str | None:
+        """By which the loader serves, "fuse" or "fanotify"; None while none runs, or none answers."""
+        try:
+            return self.loader.request(LoaderOp.HELLO, HelloArgs(), HelloAnswer, start=False).front
+        except DsecError:
+            return None
 
     def stats(self, digest: str | None = None) -> StatsAnswer:
         """Nothing is served: no layers, and the loader is not started for it."""
