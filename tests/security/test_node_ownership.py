@@ -35,6 +35,7 @@ from dsec.wire.snapshots import Fork, ForkRequest, Rollback, RollbackRequest, Sn
 # Methods that name no sandbox: nothing of another project can be reached by them, or they are for administrators.
 NO_SANDBOX = {
     Method.HOLDINGS,
+    Method.USAGE,  # tests/unit/test_node_usage.py has what other projects see
     Method.CREATE,
     Method.LIST,
     Method.HEALTH,

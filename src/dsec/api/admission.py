@@ -40,6 +40,9 @@ class Admission:
         self._nodes = nodes
         self.ledger = Ledger(LocalSlices(), self.holdings, unknown_s=_UNKNOWN_S)
 
+    def nodes(self) -> Sequence[NodeId]:
+        return self._nodes()
+
     async def create(
         self, body: CreateRequest, work: Callable[[], Coroutine[Any, Any, T]], caller: Caller, key: str | None
     ) -> T:

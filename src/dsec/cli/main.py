@@ -33,6 +33,7 @@ from dsec.cli import (
     snapshots,
     tokens,
     top,
+    usage,
     volumes,
 )
 from dsec.cli.console import complain, fail, settings
@@ -93,7 +94,22 @@ def _warn() -> None:
         complain(f"warning: {name} is no variable of dsec{f'; did you mean {meant}?' if meant else ' and is ignored'}")
 
 
-for part in (service, doctor, processes, calls, logs, top, lists, shell, files, gc, snapshots, projects, explain):
+for part in (
+    service,
+    doctor,
+    processes,
+    calls,
+    logs,
+    top,
+    lists,
+    shell,
+    files,
+    gc,
+    snapshots,
+    projects,
+    explain,
+    usage,
+):
     part.register(app)
 app.add_typer(calls.app, name="calls")
 app.add_typer(environments.app, name="env")

@@ -103,6 +103,17 @@ PAGES: Final[dict[str, Page]] = {
         "an Explanation record",
         {1: "it would be refused"},
     ),
+    "usage": Page(
+        "Of a project and those below it: seconds of processor, memory over time, how long sandboxes lived and were "
+        "paused, and output of their commands. Records of single sandboxes are kept for five weeks, sums of days (UTC, "
+        "on which they ended) for 400 days.",
+        (
+            ("dsec usage /team --since 7d", "a week, by project"),
+            ("dsec usage --by day", "by day"),
+            ("dsec usage --by sandbox --json", "each of them"),
+        ),
+        "a UsagePage record: totals, records, next and missing",
+    ),
     "whoami": Page("", (("dsec whoami", "and in which project you act"),), "a WhoAmI record"),
     "up": Page(
         "It answers at its socket and, with --listen, on TCP. In the foreground it logs to stderr until Ctrl-C; with "

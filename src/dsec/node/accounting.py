@@ -49,7 +49,11 @@ class UsageMeter:
         self._cpu_before_s, self._oom_kills_before = self.cpu_s, self.oom_kills
         self._memory_bytes = None
 
-    def record(self, *, lived_s: float, frozen_s: float) -> Usage:
+    def record(self, *, lived_s: float, frozen_s: float, output_bytes: int = 0) -> Usage:
         return Usage(
-            cpu_s=self.cpu_s, memory_gib_s=self.memory_gib_s, frozen_s=max(0.0, frozen_s), lived_s=max(0.0, lived_s)
+            cpu_s=self.cpu_s,
+            memory_gib_s=self.memory_gib_s,
+            frozen_s=max(0.0, frozen_s),
+            lived_s=max(0.0, lived_s),
+            output_bytes=output_bytes,
         )

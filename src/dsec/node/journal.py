@@ -18,6 +18,8 @@ from dsec.core.errors import DsecError, HostError, InvalidArgumentError, Protoco
 from dsec.core.ids import NodeId, SandboxId, new_node_id, node_of, parse_node_id, parse_sandbox_id
 from dsec.node.journalwriter import JournalWriter, Write
 from dsec.node.rows import KeyRow, SandboxRow, SpareRow, Tombstone
+from dsec.node.usage import SCHEMA as USAGE_SCHEMA
+from dsec.node.usage import prune_usage, put_usage
 from dsec.wire.codec import pack, unpack
 
 SCHEMA_VERSION: Final = 1
@@ -130,6 +132,7 @@ class Journal:
                 "INSERT OR REPLACE INTO tombstones (id, created_at, ended_at, body) VALUES (?, ?, ?, ?)",
                 (sandbox.id, sandbox.created_at, sandbox.ended_at or 0.0, pack(tombstone)),
             )
+            put_usage(db, tombstone)
 
         await self._submit(write)
 
@@ -141,6 +144,7 @@ class Journal:
             db.execute("DELETE FROM keys WHERE at < ?", (now - limits.IDEMPOTENCY_TTL_S,))
             _drop_oldest(db, "tombstones", "ended_at", limits.TOMBSTONES_MAX)
             _drop_oldest(db, "keys", "at", limits.IDEMPOTENCY_KEYS_MAX)
+            prune_usage(db, now)
 
         await self._writer.write(write, long=True)
 
@@ -174,6 +178,10 @@ class Journal:
             (*after, limit),
         )
         return [unpack(body, Tombstone) for (body,) in found]
+
+    def read(self, statement: str, values: tuple[Any, ...]) -> list[Any]:
+        """For those who have tables of their own in it."""
+        return self._read(statement, values)
 
     def _read(self, statement: str, values: tuple[Any, ...]) -> list[Any]:
         try:
@@ -212,7 +220,7 @@ def _open(path: Path, node: NodeId | None = None) -> tuple[sqlite3.Connection, N
         db.execute("PRAGMA synchronous = NORMAL")
         _check_schema(db, path)
         _check_pages(db, path)
-        db.executescript(_SCHEMA)
+        db.executescript(_SCHEMA + USAGE_SCHEMA)
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         node_id = _minted_id(db, node)
         path.chmod(0o600)

@@ -14,6 +14,7 @@ _READ: Final = (
     Method.GET,
     Method.LIST,
     Method.METRICS,
+    Method.USAGE,
     Method.EXEC_GET,
     Method.EXEC_LIST,
     Method.EXEC_OUTPUT,

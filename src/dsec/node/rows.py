@@ -82,6 +82,7 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = ROW_VERSION
     sandbox: Sandbox
+    principal: str = ""  # who made it
 
 
 class ExecStartEntry(msgspec.Struct, frozen=True, kw_only=True, tag="start"):

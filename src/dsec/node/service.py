@@ -31,6 +31,7 @@ from dsec.node.listing import list_sandboxes, with_metrics
 from dsec.node.node import Node
 from dsec.node.rights import check_rights, check_source, check_store_of, check_target, project_seen
 from dsec.node.supervisor import Supervisor
+from dsec.node.usage import usage_page
 from dsec.node.volumes import project_named
 from dsec.observe.context import ids
 from dsec.observe.logs import get_logger
@@ -44,6 +45,7 @@ from dsec.wire.iam import Holdings, HoldingsQuery
 from dsec.wire.images import ExportRequest
 from dsec.wire.node import Caller, Done, Method, Stream
 from dsec.wire.plans import CreatePlan, PlanRequest
+from dsec.wire.usage import UsagePage, UsageQuery
 from dsec.wire.volumes import VolumePage, VolumeRef, VolumeRequest
 
 log = get_logger(__name__)
@@ -63,6 +65,7 @@ class Service:
         self._unary: dict[Method, tuple[Any, _Unary]] = {
             Method.CREATE: (records.CreateRequest, self._create),
             Method.CREATE_PLAN: (PlanRequest, self._create_plan),
+            Method.USAGE: (UsageQuery, self._usage),
             Method.HOLDINGS: (HoldingsQuery, self._holdings),
             Method.GET: (records.SandboxRef, self._get),
             Method.LIST: (records.ListQuery, self._list),
@@ -182,6 +185,9 @@ class Service:
             return await self._node.creation.plan(request.create, caller, key)
         assert request.fork is not None
         return await self._node.forks.plan(self._sandbox(request.fork.sandbox, caller), request.fork.request, key)
+
+    async def _usage(self, request: UsageQuery, caller: Caller, _: str | None) -> UsagePage:
+        return await usage_page(request, caller, self._node.registry, self._node.journal, self._node.clock.wall_s())
 
     async def _holdings(self, request: HoldingsQuery, caller: Caller, _: str | None) -> Holdings:
         return Holdings(self._node.registry.holdings.of(request.projects))

@@ -258,7 +258,7 @@ class Supervisor:
             node=self._services.journal.node_id,
             now=self._services.clock.wall_s(),
             idle_since=self.lifetime.idle_since_wall,
-            execs_live=self.execs.live_count,
+            execs=self.execs,
             meter=self.meter,
         )
 
@@ -549,7 +549,7 @@ class Supervisor:
         view = msgspec.structs.replace(
             self.view(), state=str(state), ended_at=self._services.clock.wall_s(), idle_since=None, execs_live=0
         )
-        tombstone = Tombstone(sandbox=view)
+        tombstone = Tombstone(sandbox=view, principal=self.row.principal)
         await self._services.journal.bury(tombstone)
         self.tombstone = tombstone
         self.uncount()

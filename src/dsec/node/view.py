@@ -10,12 +10,13 @@ from dsec.core.ids import NodeId
 from dsec.core.spec import SandboxSpec
 from dsec.core.states import ENDED
 from dsec.node.accounting import UsageMeter
+from dsec.node.exectable import ExecTable
 from dsec.node.rows import SandboxRow
 from dsec.wire.records import Metrics, Sandbox
 
 
 def view_of(
-    row: SandboxRow, *, node: NodeId, now: float, idle_since: float | None, execs_live: int, meter: UsageMeter
+    row: SandboxRow, *, node: NodeId, now: float, idle_since: float | None, execs: ExecTable, meter: UsageMeter
 ) -> Sandbox:
     """One that has not ended; `now` is wall time."""
     spec = row.spec
@@ -41,11 +42,11 @@ def view_of(
         ttl_idle_s=row.ttl_idle_s,
         idle_since=idle_since,
         incarnation=row.incarnation,
-        execs_live=execs_live,
+        execs_live=execs.live_count,
         cause=row.end_cause,
         cause_detail=row.end_detail,
         create_ms=row.create_ms,
-        usage=meter.record(lived_s=now - row.created_at, frozen_s=frozen_s),
+        usage=meter.record(lived_s=now - row.created_at, frozen_s=frozen_s, output_bytes=sum(execs.output_bytes())),
     )
 
 

@@ -45,6 +45,7 @@ from dsec.wire.iam import AuditPage, WhoAmI
 from dsec.wire.plans import Explanation
 from dsec.wire.records import BatchItem, BatchRequest, CreateRequest, DoctorReport, Health, SandboxPage
 from dsec.wire.records import Sandbox as SandboxInfo
+from dsec.wire.usage import UsagePage
 
 _MARGIN_S: Final = 10.0  # beyond the service's own deadline, for its answer to arrive
 _GC_TIMEOUT_S: Final = 600.0
@@ -136,6 +137,26 @@ class AsyncClient:
         bind it, and for each node whether it could take it. Nothing happens."""
         request = CreateRequest(spec=make_spec(environment, **options), snapshot=snapshot)
         return await self._transport.call("POST", "/sandboxes:explain", Explanation, body=request, repeatable=True)
+
+    async def usage(
+        self,
+        project: str | None = None,
+        *,
+        by: str = "project",
+        since: float = 0.0,
+        until: float | None = None,
+        limit: int = 100,
+        cursor: str | None = None,
+    ) -> UsagePage:
+        """What sandboxes of a project, by default the caller's, and of those below it have used.
+
+        `by`: "project" or "day" give totals, "sandbox" a record of each, `limit` at a time. Of those that ended in
+        [since, until) (seconds since the epoch; totals in whole days, UTC), and without `until` of those that live.
+        """
+        query = {"by": by, "since": f"{since:.3f}", "limit": str(limit)}
+        given = {"project": project, "until": None if until is None else f"{until:.3f}", "cursor": cursor}
+        query.update({name: value for name, value in given.items() if value is not None})
+        return await self._transport.call("GET", "/usage", UsagePage, query=query)
 
     async def whoami(self) -> WhoAmI:
         """Who the service takes this client for, and what they may do where."""

@@ -72,6 +72,7 @@ from dsec.wire.snapshots import (
     SnapshotInfo,
 )
 from dsec.wire.tokens import TokenAnswer, TokenInfo
+from dsec.wire.usage import UsagePage
 from dsec.wire.volumes import VolumeInfo
 
 
@@ -1229,6 +1230,23 @@ class Client(Blocking[AsyncClient]):
         """What would become of `create` with the same arguments now, and why: the policy that forbids it, the caps that
         bind it, and for each node whether it could take it. Nothing happens."""
         return portal().run(self._async.explain(environment, snapshot=snapshot, **options))
+
+    def usage(
+        self,
+        project: str | None = None,
+        *,
+        by: str = "project",
+        since: float = 0.0,
+        until: float | None = None,
+        limit: int = 100,
+        cursor: str | None = None,
+    ) -> UsagePage:
+        """What sandboxes of a project, by default the caller's, and of those below it have used.
+
+        `by`: "project" or "day" give totals, "sandbox" a record of each, `limit` at a time. Of those that ended in
+        [since, until) (seconds since the epoch; totals in whole days, UTC), and without `until` of those that live.
+        """
+        return portal().run(self._async.usage(project, by=by, since=since, until=until, limit=limit, cursor=cursor))
 
     def whoami(self) -> WhoAmI:
         """Who the service takes this client for, and what they may do where."""

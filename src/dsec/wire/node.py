@@ -36,6 +36,7 @@ class Method(enum.StrEnum):
     # unary: request record → answer record
     CREATE = "create"  # CreateRequest → Sandbox; `key` = idempotency key
     CREATE_PLAN = "create_plan"  # plans.PlanRequest → plans.CreatePlan; `key` as of create
+    USAGE = "usage"  # usage.UsageQuery → usage.UsagePage
     HOLDINGS = "holdings"  # iam.HoldingsQuery → iam.Holdings; of all projects, so for the API itself
     GET = "get"  # SandboxRef → Sandbox (tombstones too)
     LIST = "list"  # ListQuery → SandboxPage

@@ -57,6 +57,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     memory_gib_s: float = 0.0
     frozen_s: float = 0.0
     lived_s: float = 0.0
+    output_bytes: int = 0  # of its commands: recorded, and dropped above the budget
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):

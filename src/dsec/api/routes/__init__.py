@@ -20,6 +20,7 @@ from dsec.api.routes import (
     snapshots,
     sockets,
     tokens,
+    usage,
     volumes,
 )
 from dsec.api.routing import Route
@@ -42,5 +43,6 @@ ROUTES: tuple[Route, ...] = (
     *volumes.ROUTES,
     *tokens.ROUTES,
     *projects.ROUTES,
+    *usage.ROUTES,
     *grants.ROUTES,
 )
