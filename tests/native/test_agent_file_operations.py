@@ -151,6 +151,45 @@ def test_lists_come_sorted_and_in_pages(wire: AgentWire, tmp_path: Path) -> None
     assert seen == names
 
 
+def test_pages_of_a_large_directory_follow_it_as_it_changes(wire: AgentWire, tmp_path: Path) -> None:
+    for number in range(3_000):
+        (tmp_path / f"n{number:05}").touch()
+
+    def page(after: bytes | None) -> tuple[list[bytes], bool]:
+        found = wire.call("list", path=raw(tmp_path), after=after, limit=1_000)
+        return [entry["name"] for entry in found["entries"]], found["more"]
+
+    first, more = page(None)
+    assert (first[0], first[-1], len(first), more) == (b"n00000", b"n00999", 1_000, True)
+    second, _ = page(first[-1])
+    assert second == [b"n%05d" % number for number in range(1_000, 2_000)]
+
+    (tmp_path / "n01500").unlink()
+    (tmp_path / "n02000a").touch()
+    again, more = page(first[-1])
+    assert again == [*(name for name in second if name != b"n01500"), b"n02000"]
+    assert more
+    last, more = page(again[-1])
+    assert (last[0], last[-1], len(last), more) == (b"n02000a", b"n02999", 1_000, False)
+    assert page(last[-1]) == ([], False)
+    assert page(None)[0] == first
+
+
+def test_pages_of_several_directories_at_once_are_of_each(wire: AgentWire, tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(400):
+            (tmp_path / name / f"{name}{number:03}").touch()
+    seen: dict[str, list[bytes]] = {"a": [], "b": []}
+
+    for _ in range(4):
+        for name, found in seen.items():
+            page = wire.call("list", path=raw(tmp_path / name), after=found[-1] if found else None, limit=100)
+            found += [entry["name"] for entry in page["entries"]]
+
+    assert all(found == [b"%s%03d" % (name.encode(), n) for n in range(400)] for name, found in seen.items())
+
+
 def test_small_operations_do_what_they_say(wire: AgentWire, tmp_path: Path) -> None:
     deep = tmp_path / "a" / "b"
     wire.call("mkdir", path=raw(deep), mode=0o2750)

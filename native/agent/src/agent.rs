@@ -17,6 +17,7 @@ use crate::cgroup::WorkCgroup;
 use crate::exec::guard::StartGuard;
 use crate::exec::requests::Pumped;
 use crate::exec::Execs;
+use crate::files::list::Kept;
 use crate::link::{Link, Opening, Pending};
 use crate::processes::ProcessTable;
 use crate::refusal::{AgentError, Refusal};
@@ -58,6 +59,8 @@ pub struct Agent {
     pub sessions: Sessions,
     pub watches: Watches,
     pub shutting_down: bool,
+    /// Of a directory that is being listed page by page.
+    pub names: Option<Kept>,
     is_init: bool,
     listener: UnixListener,
     /// Keeps the listening socket in the poller.
@@ -106,6 +109,7 @@ impl Agent {
             watches: Watches::of(&boot_id),
             boot_id,
             shutting_down: false,
+            names: None,
             is_init: setup.is_init,
             listener: setup.listener,
             _listening: listening,
@@ -338,6 +342,7 @@ impl Agent {
                 Timer::Preamble(number) => self.pending.retain(|p| p.number != number),
                 Timer::ReadAgain(key) => self.read_unwatched(key),
                 Timer::Departures => self.departures_are_over(),
+                Timer::Names => self.names = None,
                 Timer::Shutdown => self.finish(),
                 Timer::Clock => {}
             }
@@ -436,6 +441,7 @@ impl Agent {
     /// Streams end with their connection; execs and sessions do not.
     fn drop_link(&mut self) {
         self.link = None;
+        self.names = None;
         self.ready.clear();
         while let Some((id, stream)) = self.streams.pop_first() {
             self.abandon(id, stream);

@@ -23,6 +23,8 @@ pub enum Timer {
     Departures,
     /// The grace of a shutdown is over.
     Shutdown,
+    /// Nobody has asked for the next page of a directory.
+    Names,
     /// One turn of the wait for `clock` after `freeze_prepare` is over.
     Clock,
 }

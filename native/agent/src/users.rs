@@ -108,10 +108,12 @@ fn read_file(path: &std::ffi::CStr) -> Option<Vec<u8>> {
     let root = File::open("/").ok()?;
     // Non-blocking: the image may have put a FIFO there.
     let file = File::from(open_in_root(&root, path, READ_NONBLOCKING, 0).ok()?);
-    if !file.metadata().ok()?.is_file() {
+    let facts = file.metadata().ok()?;
+    if !facts.is_file() {
         return None;
     }
-    let mut bytes = Vec::new();
+    // Room for all of it at once, and for seeing its end: this is read for each command.
+    let mut bytes = Vec::with_capacity(facts.len().min(FILE_BYTES_MAX) as usize + 1);
     file.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes).ok()?;
     (bytes.len() as u64 <= FILE_BYTES_MAX).then_some(bytes)
 }

@@ -1,5 +1,7 @@
 //! Facts about a process: which one it is, and whether it is ending.
 
+use std::fs::File;
+use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
@@ -17,6 +19,13 @@ pub struct ProcessStat {
 
 pub fn stat_path(pid: i32) -> PathBuf {
     PathBuf::from(format!("/proc/{pid}/stat"))
+}
+
+/// What the kernel says of the process, read in one go: it is asked for in each create and each destroy.
+fn stat_text(pid: i32) -> io::Result<Vec<u8>> {
+    let mut text = Vec::with_capacity(1024);
+    File::open(stat_path(pid))?.read_to_end(&mut text)?;
+    Ok(text)
 }
 
 /// Reads /proc/<pid>/stat. Its second field is a name that may hold anything, so fields are counted from its last bracket.
@@ -39,13 +48,13 @@ pub fn parse_stat(text: &[u8]) -> Option<ProcessStat> {
 pub fn find(pid: i32, start_ticks: u64) -> Option<OwnedFd> {
     let process = open_process(pid).ok()?;
     // Opened first, compared then: what was compared is what is open.
-    let stat = parse_stat(&std::fs::read(stat_path(pid)).ok()?)?;
+    let stat = parse_stat(&stat_text(pid).ok()?)?;
     (stat.start_ticks == start_ticks).then_some(process)
 }
 
 /// Whether it is there and does not end just now.
 pub fn runs(pid: i32, start_ticks: u64) -> bool {
-    let text = std::fs::read(stat_path(pid)).unwrap_or_default();
+    let text = stat_text(pid).unwrap_or_default();
     parse_stat(&text).is_some_and(|stat| stat.start_ticks == start_ticks && !stat.exiting)
 }
 

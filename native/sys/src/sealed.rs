@@ -11,11 +11,14 @@ const SEALS: libc::c_int =
 const EXEC: libc::c_uint = 0x10;
 const NO_EXEC: libc::c_uint = 0x8;
 
-/// A file in memory that holds `bytes`, has `mode`, and can never be written again.
-pub fn sealed_file(name: &CStr, bytes: &[u8], mode: u32) -> io::Result<OwnedFd> {
-    let kind = if mode & 0o111 != 0 { EXEC } else { NO_EXEC };
+/// An empty file in memory, to be written and read.
+pub fn memory_file(name: &CStr) -> io::Result<OwnedFd> {
+    create(name, NO_EXEC, 0)
+}
+
+fn create(name: &CStr, kind: libc::c_uint, more: libc::c_uint) -> io::Result<OwnedFd> {
     let create = |kind: libc::c_uint| {
-        let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | kind;
+        let flags = libc::MFD_CLOEXEC | more | kind;
         // SAFETY: `name` is a valid C string for the time of the call.
         unsafe { libc::memfd_create(name.as_ptr(), flags) }
     };
@@ -27,7 +30,13 @@ pub fn sealed_file(name: &CStr, bytes: &[u8], mode: u32) -> io::Result<OwnedFd> 
         return Err(io::Error::last_os_error());
     }
     // SAFETY: the kernel has just returned this descriptor to us.
-    let file = unsafe { OwnedFd::from_raw_fd(number) };
+    Ok(unsafe { OwnedFd::from_raw_fd(number) })
+}
+
+/// A file in memory that holds `bytes`, has `mode`, and can never be written again.
+pub fn sealed_file(name: &CStr, bytes: &[u8], mode: u32) -> io::Result<OwnedFd> {
+    let kind = if mode & 0o111 != 0 { EXEC } else { NO_EXEC };
+    let file = create(name, kind, libc::MFD_ALLOW_SEALING)?;
     for part in bytes.chunks(1 << 20) {
         write_once(file.as_fd(), part)?;
     }

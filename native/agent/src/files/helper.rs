@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::path::Path;
 
 use dsec_protocol::codec::{decode, encode};
@@ -95,9 +95,14 @@ impl Agent {
         let stat = self.on_path_as(&args.path, &account, |path| {
             Ok(stat_of(path, &facts(path, follow)?))
         })?;
-        self.start_helper(stream, Job::Archive, &args.path, &account, move |data| {
-            tar::write_archive(&target, follow, data)
-        })?;
+        self.start_helper(
+            stream,
+            Job::Archive,
+            &args.path,
+            &account,
+            None,
+            move |data| tar::write_archive(&target, follow, data),
+        )?;
         self.send(FrameType::Res, stream, &stat);
         Ok(Answer::Opened)
     }
@@ -107,9 +112,14 @@ impl Agent {
         let account = self.account(args.user.as_deref())?;
         let target = path_of(&args.path)?;
         let keep_owners = args.user.is_none() && account.uid == 0;
-        self.start_helper(stream, Job::Extract, &args.path, &account, move |data| {
-            extract::extract_archive(&target, keep_owners, data)
-        })?;
+        self.start_helper(
+            stream,
+            Job::Extract,
+            &args.path,
+            &account,
+            None,
+            move |data| extract::extract_archive(&target, keep_owners, data),
+        )?;
         self.send(FrameType::Res, stream, &Empty {});
         Ok(Answer::Opened)
     }
@@ -121,18 +131,20 @@ impl Agent {
         account: &Account,
     ) -> Result<Answer, Refusal> {
         let target = path_of(path)?;
-        self.start_helper(stream, Job::Remove, path, account, move |_| {
+        self.start_helper(stream, Job::Remove, path, account, None, move |_| {
             remove_all(&target)
         })?;
         Ok(Answer::Opened)
     }
 
+    /// `also`: a descriptor that the child keeps besides its pipes.
     pub fn start_helper(
         &mut self,
         stream: u32,
         job: Job,
         path: &[u8],
         account: &Account,
+        also: Option<RawFd>,
         work: impl FnOnce(File) -> Result<Written, EntryError>,
     ) -> Result<(), Refusal> {
         let failed = |e: io::Error| Refusal::system("spawn_failed", "helper", &e);
@@ -144,7 +156,8 @@ impl Agent {
             Job::Archive | Job::List | Job::Remove => (data.read, data.write),
         };
         set_nonblocking(&ours).map_err(failed)?;
-        let keep = [theirs.as_raw_fd(), report.write.as_raw_fd()];
+        let mut keep = vec![theirs.as_raw_fd(), report.write.as_raw_fd()];
+        keep.extend(also);
         let switch = self.own.may_switch();
         let pid = fork_helper(&keep, || {
             let done = work_as(account, switch, theirs, work);

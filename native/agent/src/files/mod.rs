@@ -3,6 +3,7 @@
 pub mod extract;
 pub mod helper;
 pub mod list;
+pub mod names;
 pub mod read;
 pub mod small;
 pub mod tar;
