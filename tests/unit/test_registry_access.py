@@ -7,7 +7,6 @@ import json
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,18 +22,6 @@ from dsec.image.registry.challenges import Challenge, fetch_token, parse_challen
 from dsec.image.registry.client import Registry, RegistrySettings
 from dsec.image.registry.web import Patience, Web, check_redirect
 from tests.registries import LARGE, LAYER, Client, Fault, Front
-
-
-@pytest.fixture
-def front() -> Iterator[Front]:
-    with Front() as found:
-        yield found
-
-
-@pytest.fixture
-def client(front: Front, tmp_path: Path) -> Client:
-    return Client(front, tmp_path)
-
 
 # ---- redirects -----------------------------------------------------------------------------------
 

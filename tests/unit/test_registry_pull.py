@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,18 +28,6 @@ from dsec.image.registry.client import Registry
 from dsec.image.registry.pull import fetch_layout, resolve
 from dsec.image.registry.web import BrokenError, Patience
 from tests.registries import LARGE, LAYER, Client, Fault, Front, free_port
-
-
-@pytest.fixture
-def front() -> Iterator[Front]:
-    with Front() as found:
-        yield found
-
-
-@pytest.fixture
-def client(front: Front, tmp_path: Path) -> Client:
-    return Client(front, tmp_path)
-
 
 # ---- what an image is ----------------------------------------------------------------------------
 

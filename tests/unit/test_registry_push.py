@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,6 @@ from dsec.core.errors import (
 )
 from dsec.image.registry.push import is_there, upload
 from tests.registries import Client, Fault, Front
-
-
-@pytest.fixture
-def front() -> Iterator[Front]:
-    with Front() as found:
-        yield found
-
-
-@pytest.fixture
-def client(front: Front, tmp_path: Path) -> Client:
-    return Client(front, tmp_path)
 
 
 def test_an_upload_to_a_server_that_makes_no_sense_ends(front: Front, tmp_path: Path) -> None:
