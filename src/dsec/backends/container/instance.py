@@ -250,9 +250,10 @@ class ContainerInstance:
 
 
 def _first_number(v2: str | None, v2_name: str, v1: str | None, v1_name: str) -> int | None:
-    if v2 is not None and (value := read_number(f"{v2}/{v2_name}")) is not None:
-        return value
-    return read_number(f"{v1}/{v1_name}") if v1 is not None else None
+    """A controller is in one hierarchy: what has a directory in version 1 is not in version 2."""
+    if v1 is not None:
+        return read_number(f"{v1}/{v1_name}")
+    return read_number(f"{v2}/{v2_name}") if v2 is not None else None
 
 
 async def _freeze(directory: Path, deadline_s: float) -> None:
