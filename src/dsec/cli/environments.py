@@ -43,6 +43,9 @@ def build(
     oci: Annotated[
         Path | None, typer.Option(metavar="DIR", help="From an OCI image layout directory.", show_default=False)
     ] = None,
+    layer: Annotated[
+        bool, typer.Option("--layer", help="With --tar: a layer of an image, whose .wh. marks hide what lies below.")
+    ] = False,
     registry: Annotated[
         str | None, typer.Option(metavar="IMAGE", help="From an image of a registry.", show_default=False)
     ] = None,
@@ -101,6 +104,7 @@ def build(
         oci=oci,
         docker_archive=docker_archive,
         reference=reference,
+        layer=layer,
         dockerfile=dockerfile,
         file=file,
         target=target,

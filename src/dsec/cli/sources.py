@@ -23,6 +23,7 @@ _BELONGS: Final = {  # an option, and what it goes with
     "file": ("dockerfile",),
     "target": ("dockerfile",),
     "arguments": ("dockerfile",),
+    "layer": ("tar",),
 }
 
 
@@ -44,6 +45,7 @@ class SourceOptions:
     arguments: Sequence[str] = ()
     directory: Path | None = None
     tar: Path | None = None
+    layer: bool = False
     git: str | None = None
     place: str | None = None  # of the work tree
     history: str | None = None
@@ -69,7 +71,7 @@ class SourceOptions:
         if self.directory is not None:
             return wire.DirectorySource(_absolute(self.directory), owner)
         if self.tar is not None:
-            return wire.TarSource(_absolute(self.tar), owner)
+            return wire.TarSource(_absolute(self.tar), owner, self.layer)
         if self.git is not None:
             url, at, commit = self.git.rpartition("@")
             if not at:

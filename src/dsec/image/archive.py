@@ -50,6 +50,41 @@ def unpack_layer(raw: _Source, stage: Stage) -> None:
                 _put(member, path, archive, stage)
 
 
+def unpack_upper(raw: _Source, stage: Stage) -> None:
+    """As `unpack`, for a layer of an image that lies above others here, too: what it hides of them stays hidden.
+
+    Raises InvalidArgumentError or LimitError.
+    """
+    hidden: set[bytes] = set()
+    opaque: set[bytes] = set()
+    with _members(raw) as (archive, reader):
+        for member in _each(archive, reader):
+            path = _path(member)
+            directory, _, name = path.rpartition(b"/")
+            if not name.startswith(WHITEOUT_MARK):
+                _put(member, path, archive, stage)
+            elif name == OPAQUE_MARK:
+                opaque.add(directory)
+            elif not name.startswith(WHITEOUT_MARK + WHITEOUT_MARK):
+                hidden.add(_hidden(directory, name))
+            if len(hidden) + len(opaque) > limits.IMAGE_ENTRIES_MAX:
+                raise LimitError(f"the archive hides more than {limits.IMAGE_ENTRIES_MAX} files")
+    if b"" in opaque:
+        raise InvalidArgumentError("the archive hides all that could lie below it", hint="build it as an image")
+    for path in sorted(opaque):
+        stage.opaque(path)
+    for path in sorted(hidden):
+        if not stage.has(path):  # its own files stay
+            stage.whiteout(path)
+
+
+def _hidden(directory: bytes, mark: bytes) -> bytes:
+    name = mark.removeprefix(WHITEOUT_MARK)
+    if name in (b"", b".", b".."):
+        raise InvalidArgumentError(f"the archive hides a file called {os.fsdecode(name)!r}")
+    return directory + b"/" + name if directory else name
+
+
 def apply_whiteouts(raw: _Source, stage: Stage) -> None:
     """Remove from `stage` what this layer hides of those below it.
 
@@ -63,10 +98,7 @@ def apply_whiteouts(raw: _Source, stage: Stage) -> None:
             elif name.startswith(WHITEOUT_MARK + WHITEOUT_MARK):
                 continue  # other marks of old storage drivers: nothing to hide
             elif name.startswith(WHITEOUT_MARK):
-                hidden = name.removeprefix(WHITEOUT_MARK)
-                if hidden in (b"", b".", b".."):
-                    raise InvalidArgumentError(f"the archive hides a file called {os.fsdecode(hidden)!r}")
-                stage.remove(directory + b"/" + hidden if directory else hidden)
+                stage.remove(_hidden(directory, name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,15 @@ class Stage:
                     f"{_shown(path)} is a hard link to {_shown(target)}, which is not in the archive before it"
                 ) from None
 
+    def has(self, path: bytes) -> bool:
+        """Whether there is such an entry, whatever it is."""
+        try:
+            with self._parent(path, make=False) as (parent, name):
+                os.stat(name, dir_fd=parent, follow_symlinks=False)
+        except (InvalidArgumentError, FileNotFoundError):
+            return False
+        return True
+
     def whiteout(self, path: bytes) -> None:
         """Hide `path` of the layers below: for a stage that becomes a layer above others."""
         self._count(path)

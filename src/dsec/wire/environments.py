@@ -49,10 +49,12 @@ class DirectorySource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
 
 
 class TarSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="tar"):
-    """A tar file on the node: plain, gzip, xz or zstd."""
+    """A tar file on the node: plain, gzip, xz or zstd. With `layer` it is a layer of an OCI image: what it marks as
+    hidden (`.wh.`) hides what lies below it."""
 
     path: str
     owner: Ownership = Ownership.KEEP
+    layer: bool = False
 
     def __post_init__(self) -> None:
         _absolute(self.path)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dsec.core.errors import InvalidArgumentError
-from dsec.image.archive import unpack
+from dsec.image.archive import unpack, unpack_upper
 from dsec.image.recipes import RECIPE_VERSION
 from dsec.image.stage import Stage
 from dsec.wire.environments import TarSource
@@ -20,13 +20,14 @@ def build_key(source: TarSource) -> str:
     """Names the file's bytes and what is made of them."""
     with open_file(source.path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256(f"tar {RECIPE_VERSION} {source.owner} {digest}".encode()).hexdigest()
+    kind = "tar layer" if source.layer else "tar"
+    return hashlib.sha256(f"{kind} {RECIPE_VERSION} {source.owner} {digest}".encode()).hexdigest()
 
 
 def fill(source: TarSource, stage: Stage) -> None:
     """Raises InvalidArgumentError or LimitError for an archive that an environment cannot be made of."""
     with open_file(source.path) as file:
-        unpack(file, stage)
+        (unpack_upper if source.layer else unpack)(file, stage)
 
 
 @contextmanager
