@@ -168,8 +168,9 @@ class Place:
         command = [find_binary("dsec-launch"), "--run", self.run, "--agent", find_binary("dsec-agent"), *arguments]
         subprocess.run(command, check=True, timeout=60, stdin=subprocess.DEVNULL, start_new_session=True)
 
-    def start_process(self) -> subprocess.Popen[bytes]:
-        """`dsec up` of this place in a process of its own. It may not be ready yet: see `ready`."""
+    def start_process(self, *verb: str) -> subprocess.Popen[bytes]:
+        """`dsec up` of this place in a process of its own, or another `verb` and its options. It may not be ready yet:
+        see `ready`."""
         config = self.directory / "dsec.toml"
         node = {"disk_free_bytes_min": 0, **self.settings.get("node", {})}
         lines = ["[container]", f'id_dir = "{self.ids}"', f'cgroup_parent = "{self.name}"', "[node]"]
@@ -178,7 +179,7 @@ class Place:
             if isinstance(table, dict):
                 lines += [f"[node.{name}]", *(f"{key} = {value!r}" for key, value in table.items())]
         config.write_text("\n".join(lines))
-        command = [sys.executable, "-m", "dsec.serve", "up", "--config", str(config)]
+        command = [sys.executable, "-m", "dsec.serve", *(verb or ("up",)), "--config", str(config)]
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [*command, "--run-dir", str(self.run), "--state-dir", str(self.state)],

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from dsec.cluster.members.nodes import Nodes
 from dsec.cluster.members.rulings import want
 from dsec.cluster.pages import merge_pages
 from dsec.cluster.registry import Bucket
+from dsec.core import spec
 from dsec.core.errors import (
     CapacityError,
     ConflictError,
@@ -28,6 +30,7 @@ from dsec.core.errors import (
     NodeRetiredError,
     Outcome,
     UnavailableError,
+    UnsupportedError,
 )
 from dsec.core.ids import NodeId, new_sandbox_id
 from dsec.core.spec import Environment, SandboxSpec, Substrate
@@ -45,8 +48,9 @@ NODES = tuple(NodeId(f"aaaaaaa{letter}") for letter in "abcd")
 
 
 def request(name: str | None = None, cpu: float = 1.0) -> CreateRequest:
-    spec = SandboxSpec(environment=Environment(base="base"), substrate=Substrate.FAKE, name=name, cpu=cpu)
-    return CreateRequest(spec=spec)
+    return CreateRequest(
+        spec=SandboxSpec(environment=Environment(base="base"), substrate=Substrate.FAKE, name=name, cpu=cpu)
+    )
 
 
 @dataclass
@@ -149,7 +153,10 @@ async def cluster(tmp_path: Path, rng: random.Random) -> AsyncIterator[Cluster]:
     async with embedded(tmp_path / "state.db") as state:
         for node in NODES:
             member = Member(node=node, installation="i", term=1, joined_at=0.0)
-            card = Card(node=node, term=1, host="h", port=1, version="1", substrates=("fake",))
+            card = Card(
+                node=node, term=1, host="h", port=1, version="1", substrates=("fake",), networks={"fake": ("none",)},
+                labels={"zone": node[-1]},
+            )  # fmt: skip
             await state.registry.create(Bucket.MEMBERS, node, pack(member))
             await state.registry.create(Bucket.NODES, node, pack(card))
         view = Nodes(state.registry, clock)
@@ -229,6 +236,17 @@ async def test_a_cordoned_node_gets_nothing_new(cluster: Cluster) -> None:
         await cluster.create()
 
     assert len(cluster.nodes[0].sandboxes) == 5
+
+
+async def test_labels_choose_the_node_and_what_no_node_has_is_unsupported(cluster: Cluster) -> None:
+    def asked(zone: str) -> CreateRequest:
+        return CreateRequest(spec=msgspec.structs.replace(request().spec, place=spec.Place(labels={"zone": zone})))
+
+    for _ in range(4):
+        made = await cluster.one.create(asked("c"), caller=CALLER, key=None, timeout_s=60)
+        assert made.node == NODES[2]
+    with pytest.raises(UnsupportedError, match="zone"):
+        await cluster.one.create(asked("z"), caller=CALLER, key="z", timeout_s=60)
 
 
 async def test_a_launch_that_failed_is_told_and_not_tried_elsewhere(cluster: Cluster) -> None:

@@ -14,6 +14,7 @@ import typer
 
 from dsec.cli import (
     calls,
+    cluster,
     completion,
     doctor,
     environments,
@@ -111,6 +112,7 @@ for part in (
     usage,
 ):
     part.register(app)
+cluster.register(app)
 app.add_typer(calls.app, name="calls")
 app.add_typer(environments.app, name="env")
 app.add_typer(layers.app, name="layer")
@@ -118,6 +120,7 @@ app.add_typer(images.app, name="image")
 app.add_typer(snapshots.app, name="snapshot")
 app.add_typer(volumes.app, name="volume")
 app.add_typer(tokens.app, name="token")
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(projects.app, name="project")
 app.add_typer(projects.quota_app, name="quota")
 app.add_typer(grants.app, name="grant")

@@ -47,7 +47,7 @@ def up(
     arguments = ["--detach"] if detach else []
     arguments += ["--insecure"] if insecure else []
     arguments += [part for name in substrate or () for part in ("--substrate", name)]
-    _become(
+    become(
         "up",
         arguments,
         {
@@ -79,10 +79,10 @@ def down(
     arguments = ["--destroy"] if destroy else []
     arguments += ["--launcher"] if launcher else []
     given = {"--timeout": f"{timeout:g}", "--config": config, "--run-dir": run_dir, "--state-dir": state_dir}
-    _become("down", arguments, given)
+    become("down", arguments, given)
 
 
-def _become(name: str, arguments: list[str], given: dict[str, str | None]) -> None:
+def become(name: str, arguments: list[str], given: dict[str, str | None]) -> None:
     # The service belongs to another layer, which the command line does not import: it becomes that program.
     words = [*arguments, *(word for option, value in given.items() if value is not None for word in (option, value))]
     words += ["--json"] if settings.json else []

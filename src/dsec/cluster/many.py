@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from dsec.cluster.members.nodes import Nodes, NodeState, NodeView
 from dsec.cluster.names import Claim, Holder, Names
 from dsec.cluster.operations import Operation, Operations
 from dsec.cluster.pages import merge_pages
+from dsec.cluster.placement import Ask, Candidate, Overlay, Refusal, ask_of, choose, refusals
 from dsec.cluster.registry import Registry
 from dsec.cluster.rpc import Rpc
 from dsec.core.clock import Clock
@@ -43,8 +43,8 @@ _LIST_S: Final = 5.0  # for one node: one that does not answer is named, and not
 _ANYWHERE: Final = frozenset((Method.CALL, Method.CALL_TYPES))
 # A refusal of the node itself: it has nothing of this create.
 _REFUSALS: Final = (CapacityError, NotFoundError, UnsupportedError)
-
-Choose = Callable[[CreateRequest, Sequence[NodeView]], NodeId]
+_LASTING: Final = frozenset(("substrate", "network", "feature", "label"))
+_HEARTBEAT_LAG_S: Final = 1.0
 
 
 class ManyNodes:
@@ -57,7 +57,6 @@ class ManyNodes:
         registry: Registry,
         clock: Clock,
         *,
-        choose: Choose | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self._rpc = rpc
@@ -65,9 +64,8 @@ class ManyNodes:
         self._clock = clock
         self._operations = Operations(registry, clock)
         self._names = Names(registry, clock, self._still_there)
-        self._under_way: Counter[NodeId] = Counter()  # creates of ours that no load tells of yet
+        self._overlay = Overlay()
         self._rng = rng or random.Random()
-        self._choose_of = choose or self._less_loaded
         self._started_at = clock.wall_s()
 
     # -- creates -----------------------------------------------------------------------------------
@@ -90,46 +88,26 @@ class ManyNodes:
         return [view.id for view in self._nodes if view.state(now) in (NodeState.LIVE, NodeState.SUSPECT)]
 
     def choose(self, request: CreateRequest, tried: set[NodeId]) -> NodeId:
-        """Raises CapacityError when no node takes anything new."""
+        """Raises CapacityError when no node takes it now, UnsupportedError when none ever would."""
         now = self._clock.monotonic_s()
-        substrate = str(request.spec.substrate)
-        found = [
-            view
-            for view in self._nodes
-            if view.id not in tried and view.takes_new(now) and view.card and substrate in view.card.substrates
-        ]
-        if not found:
-            raise CapacityError(
-                f"no node takes a new {substrate} sandbox now" + (f"; {len(tried)} have refused" if tried else ""),
-                retry_after_s=1.0,
-            )
-        return self._choose_of(request, found)
-
-    def _less_loaded(self, _: CreateRequest, views: Sequence[NodeView]) -> NodeId:
-        """Of two at random: with the figures of a moment ago, the least loaded of all would get every create."""
-        two = views if len(views) <= 2 else self._rng.sample(views, 2)
-        return min(two, key=lambda view: (self._fullness(view), self._rng.random())).id
-
-    def _fullness(self, view: NodeView) -> float:
-        load = view.load or NodeLoad()
-        count = load.sandboxes + self._under_way[view.id]
-        return max(
-            count / max(load.sandboxes_max, 1), load.memory_promised_bytes / max(load.memory_promised_bytes_max, 1)
-        )
+        ask = ask_of(request.spec)
+        for view in self._nodes:
+            # What a heartbeat tells is a moment old when it comes.
+            self._overlay.seen(view.id, view.loaded_at - _HEARTBEAT_LAG_S)
+        candidates = [_candidate(view, ask, now) for view in self._nodes if view.card is not None]
+        found = choose(candidates, ask, overlay=self._overlay, rng=self._rng, tried=tried)
+        if found is None:
+            raise _no_node(refusals(candidates, ask, self._overlay), ask, tried)
+        self._overlay.add(found.id, ask, now)
+        return found.id
 
     async def ask(
         self, node: NodeId, request: CreateRequest, caller: Caller, key: str | None, timeout_s: float
     ) -> Sandbox:
-        self._under_way[node] += 1
-        try:
-            answer = await self._rpc.call(
-                node, Method.CREATE, pack(request), caller=caller, timeout_s=timeout_s, key=key
-            )
-            return unpack(answer, Sandbox)
-        finally:
-            self._under_way[node] -= 1
-            if not self._under_way[node]:
-                del self._under_way[node]
+        asked_at = self._clock.monotonic_s()
+        answer = await self._rpc.call(node, Method.CREATE, pack(request), caller=caller, timeout_s=timeout_s, key=key)
+        self._overlay.seen(node, asked_at)  # the load that came with the answer has it
+        return unpack(answer, Sandbox)
 
     @property
     def operations(self) -> Operations:
@@ -192,7 +170,7 @@ class ManyNodes:
             raise UnavailableError("no node of the cluster is there", outcome=Outcome.UNCHANGED, retry_after_s=1.0)
         if method in _ANYWHERE:
             new = [view for view in live if view.takes_new(now)] or live
-            return min(new, key=lambda view: (self._fullness(view), self._rng.random())).id
+            return min(new, key=lambda view: (_fullness(view), self._rng.random())).id
         if len(live) > 1:
             raise InvalidArgumentError(
                 f"{method} is of one node, and there are {len(live)}",
@@ -310,6 +288,36 @@ def _is_refusal(error: DsecError, *, first: bool) -> bool:
     if isinstance(error, (NodeRetiredError, *_REFUSALS)):
         return True
     return first and isinstance(error, UnavailableError) and error.outcome == Outcome.UNCHANGED
+
+
+def _candidate(view: NodeView, ask: Ask, now: float) -> Candidate:
+    card, load = view.card, view.load or NodeLoad()
+    assert card is not None
+    used = {"sandboxes": load.sandboxes, "memory_bytes": load.memory_promised_bytes}
+    room = {"sandboxes": load.sandboxes_max, "memory_bytes": load.memory_promised_bytes_max}
+    return Candidate(
+        view.id,
+        substrates=card.substrates,
+        networks=card.networks.get(ask.substrate, ()),
+        features=card.features.get(ask.substrate, ()),
+        labels=card.labels,
+        closed=view.closed(now),
+        used=used,
+        room={name: most for name, most in room.items() if most},  # 0: it has not said
+    )
+
+
+def _no_node(reasons: Mapping[NodeId, Refusal], ask: Ask, tried: set[NodeId]) -> DsecError:
+    texts = sorted({reason.text for reason in reasons.values()})
+    text = f"no node takes a new {ask.substrate} sandbox now" + (f": {'; '.join(texts[:3])}" if texts else "")
+    if reasons and not tried and all(reason.code in _LASTING for reason in reasons.values()):
+        return UnsupportedError(text)
+    return CapacityError(text + (f"; {len(tried)} have refused it" if tried else ""), retry_after_s=1.0)
+
+
+def _fullness(view: NodeView) -> float:
+    load = view.load or NodeLoad()
+    return load.sandboxes / max(load.sandboxes_max, 1)
 
 
 def _inspector(project: str) -> Caller:

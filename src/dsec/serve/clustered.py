@@ -26,6 +26,7 @@ from dsec.cluster.members.nodes import Nodes
 from dsec.cluster.members.watcher import Watcher
 from dsec.core.clock import SystemClock
 from dsec.core.errors import DsecError, InvalidArgumentError, NodeRetiredError, UnavailableError
+from dsec.node.facts import features_of
 from dsec.node.journal import take_node_id
 from dsec.node.names import drop_names
 from dsec.node.node import Node
@@ -187,13 +188,16 @@ class NodeProcess(_Clustered):
 
     def _membership(self, installation: str) -> Membership:
         config = self.config
+        able = {name: backend.capabilities for name, backend in self.node.backends.items()}
         card = Card(
             node=self.node.id,
             term=0,
             host="",
             port=0,
             version=__version__,
-            substrates=tuple(sorted(map(str, config.node.substrates))),
+            substrates=tuple(sorted(map(str, able))),
+            networks={str(name): tuple(sorted(map(str, one.networks))) for name, one in able.items()},
+            features={str(name): tuple(sorted(features_of(one))) for name, one in able.items()},
             labels=config.cluster.labels,
             started_at=self.node.started_at,
         )

@@ -44,7 +44,11 @@ class NodePart:
         config = self._config
         state_dir, run_dir = Path(config.state_dir), Path(config.run_dir)
         node = Node(
-            replace(config.node.config(state_dir=state_dir, run_dir=run_dir), calls=config.calls.config()),
+            replace(
+                config.node.config(state_dir=state_dir, run_dir=run_dir),
+                calls=config.calls.config(),
+                labels=config.cluster.labels,
+            ),
             make_backends=self._backends,
             environments=self._environments(),
         )

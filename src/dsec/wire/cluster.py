@@ -45,6 +45,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     version: str
     substrates: tuple[str, ...] = ()
+    networks: dict[str, tuple[str, ...]] = {}  # substrate → modes
+    features: dict[str, tuple[str, ...]] = {}  # substrate → abilities
     labels: dict[str, str] = {}
     started_at: float = 0.0
 

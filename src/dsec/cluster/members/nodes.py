@@ -44,7 +44,8 @@ class NodeView:
     address: Address | None = None  # the last one known
     load: NodeLoad | None = None
     admits: bool = True
-    heard_at: float = 0.0  # monotonic, of the last heartbeat or reply
+    heard_at: float = 0.0  # monotonic, of the last heartbeat
+    loaded_at: float = 0.0  # monotonic: when the load came
     away_since: float | None = None  # monotonic
 
     def state(self, now: float) -> NodeState:
@@ -55,8 +56,17 @@ class NodeView:
             return NodeState.LOST if lost else NodeState.AWAY
         return NodeState.SUSPECT if now - self.heard_at > SUSPECT_S else NodeState.LIVE
 
+    def closed(self, now: float) -> str | None:
+        """Why it takes nothing new; None: it does."""
+        state = self.state(now)
+        if state != NodeState.LIVE:
+            return f"it is {state}"
+        if self.ruling.wanted != Wanted.SERVE:
+            return f"an operator wants it to {self.ruling.wanted}"
+        return None if self.admits else "it takes nothing new"
+
     def takes_new(self, now: float) -> bool:
-        return self.state(now) == NodeState.LIVE and self.ruling.wanted == Wanted.SERVE and self.admits
+        return self.closed(now) is None
 
 
 class Nodes:
@@ -123,7 +133,7 @@ class Nodes:
         if view is None or view.card is None or view.card.term != beat.term:
             return
         view.load, view.admits = beat.load, beat.admits
-        view.heard_at = self._clock.monotonic_s()
+        view.heard_at = view.loaded_at = self._clock.monotonic_s()
 
     def told(self, node: NodeId, load: NodeLoad) -> None:
         """The load that came with a reply: newer than any heartbeat (ruling 32)."""

@@ -1,0 +1,197 @@
+"""`dsec api`, `dsec node`, `dsec watcher`: the processes of a cluster; `dsec cluster`: making and operating one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dsec.cli.console import Json
+from dsec.cli.pages import command
+from dsec.cli.service import Config, RunDir, StateDir, become
+
+app = typer.Typer(help="A cluster: its keys, its machines' identities, its nodes.", no_args_is_help=True)
+
+Join = Annotated[
+    list[str] | None, typer.Option(metavar="URL", help="A NATS server, tls://HOST:PORT (default: DSEC_JOIN). Repeated.")
+]
+Identity = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Who this machine is (default: DSEC_IDENTITY, or /etc/dsec/identity).")
+]
+LogLevel = Annotated[str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")]
+Authority = Annotated[str, typer.Option(metavar="DIR", help="What `dsec cluster init` has made.", show_default=False)]
+Days = Annotated[int, typer.Option(metavar="DAYS", help="How long it is good.", min=1)]
+Node = Annotated[str, typer.Argument(help="Its id.", show_default=False)]
+Note = Annotated[str, typer.Option(metavar="TEXT", help="Why; `dsec cluster nodes` shows it.")]
+
+
+def register(root: typer.Typer) -> None:
+    command(root, api)
+    command(root, node)
+    command(root, watcher)
+
+
+def api(
+    join: Join = None,
+    identity: Identity = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="On TCP, where every request needs a token.")
+    ] = None,
+    tls_certificate: Annotated[str | None, typer.Option(metavar="FILE", help="With --listen: PEM.")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="With --tls-certificate: PEM.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let --listen go beyond loopback without TLS, on a network of yours.")
+    ] = False,
+    log_level: LogLevel = None,
+    config: Config = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    """Run a replica of a cluster's API. It keeps nothing of a sandbox."""
+    given = {
+        "--identity": identity,
+        "--listen": listen,
+        "--tls-certificate": tls_certificate,
+        "--tls-key": tls_key,
+        "--log-level": log_level,
+        "--config": config,
+        "--run-dir": run_dir,
+        "--state-dir": state_dir,
+    }
+    become("api", [*_joins(join), *(["--insecure"] if insecure else [])], given)
+
+
+def node(
+    join: Join = None,
+    identity: Identity = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="For API replicas (default: 0.0.0.0:7373).")
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where they reach it, if that is another place.")
+    ] = None,
+    substrate: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="What it offers (default: container). May be repeated.")
+    ] = None,
+    log_level: LogLevel = None,
+    config: Config = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    """Run the node of this machine in a cluster. Its sandboxes outlive it."""
+    substrates = [part for name in substrate or () for part in ("--substrate", name)]
+    given = {
+        "--identity": identity,
+        "--listen": listen,
+        "--advertise": advertise,
+        "--log-level": log_level,
+        "--config": config,
+        "--run-dir": run_dir,
+        "--state-dir": state_dir,
+    }
+    become("node", [*_joins(join), *substrates], given)
+
+
+def watcher(
+    join: Join = None,
+    identity: Identity = None,
+    log_level: LogLevel = None,
+    config: Config = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    """Run a watcher of a cluster: it says which nodes are lost. Of several, one acts."""
+    given = {
+        "--identity": identity,
+        "--log-level": log_level,
+        "--config": config,
+        "--run-dir": run_dir,
+        "--state-dir": state_dir,
+    }
+    become("watcher", _joins(join), given)
+
+
+def init(
+    directory: Annotated[str, typer.Argument(help="Where the keys go: a new directory.", show_default=False)],
+    unit: Annotated[str, typer.Option(metavar="NAME", help="Of the cluster, where several share a NATS.")] = "main",
+    json: Json = False,
+) -> None:
+    """Make the keys of a new cluster."""
+    become("cluster", ["init", directory], {"--unit": unit})
+
+
+def issue(
+    what: Annotated[str, typer.Argument(help="node, api (also for watchers) or nats.", show_default=False)],
+    directory: Annotated[str, typer.Argument(help="Where the identity goes.", show_default=False)],
+    authority: Authority,
+    name: Annotated[
+        list[str] | None, typer.Argument(help="nats: its hosts; node: the id of one that there is; api: its name.")
+    ] = None,
+    days: Days = 365,
+    json: Json = False,
+) -> None:
+    """Make the identity of a node, an API replica or a NATS server."""
+    become("cluster", ["issue", what, directory, *(name or ())], {"--authority": authority, "--days": str(days)})
+
+
+def nodes(join: Join = None, identity: Identity = None, config: Config = None, json: Json = False) -> None:
+    """List the nodes of the cluster."""
+    _operate("nodes", [], join, identity, config)
+
+
+def cordon(
+    node: Node,
+    note: Note = "",
+    join: Join = None,
+    identity: Identity = None,
+    config: Config = None,
+    json: Json = False,
+) -> None:
+    """Give a node nothing new. What is there stays."""
+    _operate("cordon", [node, "--note", note], join, identity, config)
+
+
+def drain(
+    node: Node,
+    note: Note = "",
+    join: Join = None,
+    identity: Identity = None,
+    config: Config = None,
+    json: Json = False,
+) -> None:
+    """Give a node nothing new, as it is to become empty."""
+    _operate("drain", [node, "--note", note], join, identity, config)
+
+
+def serve(node: Node, join: Join = None, identity: Identity = None, config: Config = None, json: Json = False) -> None:
+    """Let a node take new sandboxes again."""
+    _operate("serve", [node], join, identity, config)
+
+
+def retire(
+    node: Node,
+    note: Note = "",
+    join: Join = None,
+    identity: Identity = None,
+    config: Config = None,
+    json: Json = False,
+) -> None:
+    """Say that a node has left for good. Its id is never good again."""
+    _operate("retire", [node, "--note", note], join, identity, config)
+
+
+def _operate(
+    operation: str, words: list[str], join: list[str] | None, identity: str | None, config: str | None
+) -> None:
+    become("cluster", [operation, *words, *_joins(join)], {"--identity": identity, "--config": config})
+
+
+def _joins(join: list[str] | None) -> list[str]:
+    return [part for url in join or () for part in ("--join", url)]
+
+
+for _function in (init, issue, nodes, cordon, drain, serve, retire):
+    command(app, _function, of="cluster")

