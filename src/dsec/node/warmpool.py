@@ -195,15 +195,16 @@ class WarmPool:
     async def _run(self) -> None:
         while True:
             self._changed.clear()
-            wait_s = _SLEEP_S_MAX  # the last create that is under way wakes us
-            if not self._creating:
+            if not self._creating or self._next_moment() <= self._now():
                 await self._retire()
-                wait_s = await self._refill()
+            wait_s = await self._refill()
             if wait_s > 0:
                 await self._sleep_or_changed(wait_s)
 
     async def _refill(self) -> float:
         """One more where one is missing. Returns how long to wait before the next look."""
+        if self._creating:  # the last of them wakes us
+            return max(_PAUSE_S_MIN, self._next_moment() - self._now())
         shelf = self._neediest()
         if shelf is None:
             return max(0.0, self._next_moment() - self._now())
