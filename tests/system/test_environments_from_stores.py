@@ -297,6 +297,7 @@ async def test_the_command_line_pushes_builds_and_tells(place: Place, shared: Sh
         other = await asyncio.to_thread(run, *pull, "0" * 12)
 
     assert shared.url in told
+    assert re.search(r"HIT RATE.* \d+% ", told, re.DOTALL)
     assert told_json["layers"][0]["fetched_bytes"] > 0
     assert "chunks" in traced
     assert refused.returncode == 125

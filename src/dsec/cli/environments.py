@@ -253,6 +253,12 @@ def stats(name: Name, json: Json = False) -> None:
     run_async(work())
 
 
+def _rate(layer: LayerUse) -> str:
+    """Of the reads that came to the loader, how many found what they wanted."""
+    reads = layer.hits + layer.misses
+    return f"{layer.hits / reads:.0%}" if reads else "-"
+
+
 def show_use(layers: Iterable[LayerUse]) -> None:
     """What is here of layers, and why their stores failed last."""
     from dsec.core.units import format_size
@@ -262,12 +268,12 @@ def show_use(layers: Iterable[LayerUse]) -> None:
         (
             layer.digest[:12],
             *map(format_size, (layer.size_bytes, layer.present_bytes, layer.touched_bytes, layer.fetched_bytes)),
-            *map(str, (layer.hits, layer.misses, layer.errors)),
+            *map(str, (layer.hits, layer.misses, _rate(layer), layer.errors)),
             layer.store or "local",
         )
         for layer in found
     ]
-    table(("LAYER", "SIZE", "PRESENT", "TOUCHED", "FETCHED", "HITS", "MISSES", "ERRORS", "STORE"), rows)
+    table(("LAYER", "SIZE", "PRESENT", "TOUCHED", "FETCHED", "HITS", "MISSES", "HIT RATE", "ERRORS", "STORE"), rows)
     for layer in found:
         if layer.failure is not None:
             say(clean(f"layer {layer.digest[:12]}: {layer.failure.cause}: {layer.failure.detail}"))

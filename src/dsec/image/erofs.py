@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import uuid
@@ -20,6 +21,7 @@ from dsec.storage.layers import BLOB_NAME, META_NAME, LayerStore
 from dsec.storage.mounts import mount_erofs
 
 CHUNK_BYTES: Final = 1 << 20
+_VERSION: Final = re.compile(r"mkfs\.erofs (?:\(erofs-utils\) )?(\d[\w.+~-]*)")
 _PROBE_TEXT: Final = b"probe\n" * 1000
 _ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "SOURCE_DATE_EPOCH": str(TIME_S_MAX)}
 _REASONS: Final = {
@@ -115,6 +117,34 @@ def mkfs_program() -> str | None:
         return os.fspath(find_binary("mkfs.erofs"))
     except HostError:
         return shutil.which("mkfs.erofs")
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """The mkfs.erofs of this host, for people."""
+
+    program: str
+    version: str  # "?" when it does not say
+    images: bool  # whether it makes images whose data is a file of its own; otherwise layers are directories
+    exact_times: bool  # and keeps the times of files whatever that of the image (1.9)
+
+
+def maker() -> Maker | None:
+    """None where there is none."""
+    program = mkfs_program()
+    if program is None:
+        return None
+    known = features(program)
+    return Maker(program, _version(program), "--blobdev" in known and "--chunksize" in known, "--mkfs-time" in known)
+
+
+def _version(program: str) -> str:
+    """1.5 writes it only when it makes an image, and before 1.8 there is no option for it."""
+    for words in ([program, "--version"], [program, "-V"]):
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        if found := _VERSION.search((done.stdout + done.stderr).decode(errors="replace")):
+            return found[1]
+    return "?"
 
 
 @cache

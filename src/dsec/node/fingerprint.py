@@ -19,6 +19,7 @@ import msgspec
 from dsec.binaries import find_binary
 from dsec.core.errors import HostError
 from dsec.core.units import format_size
+from dsec.image.erofs import maker
 from dsec.image.sources.dockerfile import buildah_program, buildah_version
 from dsec.node.admission import memory_promised_max
 from dsec.node.config import NodeConfig
@@ -81,6 +82,7 @@ _MEANING: Final = {
     "host limits": ("advised", "the last sandboxes find nothing left of what all share, long before the node is full"),
     "core dumps": ("advised", "root of a sandbox can trace a command of it that is being started"),
     "Landlock": ("optional", "nothing of ours: programs inside cannot confine themselves with it"),
+    "erofs-utils": ("advised", "layers are kept as directories: more files on the disk, and nothing to push to stores"),
     "stores": ("optional", "`dsec env build --store` does not work: nothing is loaded on demand"),
     "Debian packages": ("optional", "`dsec env build --debian` does not work; tar, directory and OCI do"),
     "Dockerfiles": ("optional", "`dsec env build --dockerfile` does not work; images of registries and archives do"),
@@ -96,6 +98,7 @@ def _probes(config: NodeConfig) -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "user namespaces", _user_namespaces
     yield "overlayfs", lambda: _filesystem("overlay", "roots of sandboxes cannot be made")
     yield "EROFS", lambda: _filesystem("erofs", "layers are kept as directories")
+    yield "erofs-utils", erofs_utils
     yield "seccomp", _seccomp
     yield "core dumps", core_dumps
     yield "Landlock", _landlock
@@ -147,6 +150,20 @@ def stores(fuse: Path = Path("/dev/fuse"), state_root: Path = Path(STATE_DIR_ROO
     if fronts == ["fanotify"]:
         return Finding(what="stores", status=DEGRADED, detail=detail, hint="modprobe fuse", cost=FANOTIFY_COST)
     return Finding(what="stores", status=OK, detail=detail)
+
+
+def erofs_utils() -> Finding:
+    """What makes images of layers: its version, and what it can make."""
+    what, hint = "erofs-utils", "apt install erofs-utils (1.8 or newer), or tools/setup, which builds 1.9"
+    found = maker()
+    if found is None:
+        return Finding(what=what, status=MISSING, detail="mkfs.erofs is not installed", hint=hint)
+    modes = "images with their data in a file of its own" if found.images else "no such images: layers are directories"
+    times = "" if not found.images else ", times exact" if found.exact_times else ", times by SOURCE_DATE_EPOCH"
+    detail = f"{found.version} ({found.program}): {modes}{times}"
+    return Finding(
+        what=what, status=OK if found.images else DEGRADED, detail=detail, hint=None if found.images else hint
+    )
 
 
 def _debian() -> Finding:
