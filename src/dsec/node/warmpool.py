@@ -37,6 +37,7 @@ _Backends = Callable[[Substrate], Backend]
 
 _LAUNCH_S: Final = 60.0
 _PAUSE_S_MIN: Final = 0.005
+_ANSWER_S: Final = 0.001  # a create's answer goes out before the next look at what is missing
 _QUIET_S: Final = 0.05  # after a create its caller uses the sandbox, and would share the machine with a launch
 _FAILED_S: Final = 30.0  # after a spare that could not be made
 _SLEEP_S_MAX: Final = 3_600.0
@@ -140,7 +141,7 @@ class WarmPool:
         self._creating -= 1
         self._quiet_until = self._now() + _QUIET_S
         if not self._creating:
-            self._changed.set()
+            asyncio.get_running_loop().call_later(_ANSWER_S, self._changed.set)
 
     async def take(self, backend: Backend, instance: InstanceSpec) -> Spare | None:
         """A live spare that may become `instance`; from now on it is the caller's to claim or to `give_up`."""
