@@ -13,7 +13,7 @@ from dsec.core.errors import DsecError, ForbiddenError, Outcome, QuotaError
 from dsec.core.ids import NodeId, SandboxId, node_of
 from dsec.core.spec import SandboxSpec
 from dsec.iam.directory import Directory
-from dsec.iam.ledger import Ledger, LocalSlices
+from dsec.iam.ledger import Ledger, LocalSlices, SliceStore
 from dsec.iam.policies import check_policies, check_ttl
 from dsec.iam.view import Rules
 from dsec.wire.codec import pack, unpack
@@ -25,6 +25,7 @@ from dsec.wire.records import CreateRequest, Sandbox, SandboxRef
 from dsec.wire.snapshots import Fork
 
 _TIMEOUT_S: Final = 10.0
+_HOLDINGS_S: Final = 3.0  # a node that does not say what it has holds up creates of capped projects, not longer
 # Within one process: a create whose caller was told nothing is among what the node has, or will never be.
 _UNKNOWN_S: Final = 1.0
 _SELF: Final = Caller(principal="api", project="/", rights=frozenset({Right.READ, Right.ADMIN}))
@@ -33,12 +34,23 @@ T = TypeVar("T")
 
 
 class Admission:
-    def __init__(self, directory: Directory, rpc: Rpc, nodes: Callable[[], Sequence[NodeId]]) -> None:
-        """`nodes`: all on which sandboxes of any project may be, now."""
+    def __init__(
+        self,
+        directory: Directory,
+        rpc: Rpc,
+        nodes: Callable[[], Sequence[NodeId]],
+        *,
+        slices: SliceStore | None = None,
+    ) -> None:
+        """`nodes`: all on which sandboxes of any project may be, now. `slices`: shared with other replicas; None: there
+        are none."""
         self._directory = directory
         self._rpc = rpc
         self._nodes = nodes
-        self.ledger = Ledger(LocalSlices(), self.holdings, unknown_s=_UNKNOWN_S)
+        if slices is None:
+            self.ledger = Ledger(LocalSlices(), self.holdings, unknown_s=_UNKNOWN_S)
+        else:
+            self.ledger = Ledger(slices, self.holdings)
 
     def nodes(self) -> Sequence[NodeId]:
         return self._nodes()
@@ -102,7 +114,10 @@ class Admission:
         """What the sandboxes of each of these projects, and of those below, have now."""
         body = pack(HoldingsQuery(tuple(projects)))
         answers = await asyncio.gather(
-            *(self._rpc.call(node, Method.HOLDINGS, body, caller=_SELF, timeout_s=_TIMEOUT_S) for node in self._nodes())
+            *(
+                self._rpc.call(node, Method.HOLDINGS, body, caller=_SELF, timeout_s=_HOLDINGS_S)
+                for node in self._nodes()
+            )
         )
         total: dict[str, Counter[str]] = {}
         for answer in answers:

@@ -24,6 +24,8 @@ class Bucket(enum.StrEnum):
     NAMES = "NAMES"  # <project>.<name> → sandbox
     POOLS = "POOLS"  # <environment digest> → spares wanted
     SANDBOXES = "SANDBOXES"  # <node>.<sandbox> → last known state, for when the node is gone
+    IAM = "IAM"  # <number> → a batch of changes of projects, principals, grants and tokens
+    QUOTAS = "QUOTAS"  # <project> → what replicas have leased of its caps
     OPS = "OPS"  # <project>.<idempotency key> → node and request (ruling 3)
 
 

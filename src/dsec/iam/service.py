@@ -39,6 +39,11 @@ class Iam:
             store.close()
             raise
 
+    @classmethod
+    async def shared(cls, store: IamStore, state_dir: Path, *, clock: Clock | None = None) -> Iam:
+        """Of a cluster; what was done through this replica is kept in a file of `state_dir`. Raises StorageError."""
+        return await cls.on(store, Audit.open(state_dir / "audit.db", clock=clock), clock=clock)
+
     async def close(self) -> None:
         await self.audit.close()
         self.directory.close()

@@ -123,8 +123,9 @@ class ApiProcess(_Clustered):
         nodes = await self.follow_nodes()
         rpc = RemoteRpc(nodes, self.identity.to_nodes(), heard=nodes.told)
         self.stack.push_async_callback(rpc.close)
-        fleet = ManyNodes(rpc, nodes, EngineRegistry(self.engine), self.clock)
-        await self._api.start(rpc, fleet)
+        registry = EngineRegistry(self.engine)
+        fleet = ManyNodes(rpc, nodes, registry, self.clock)
+        await self._api.start(rpc, fleet, registry)
 
     async def close(self, *, hurry: asyncio.Event) -> None:
         await self._api.stop(hurry)

@@ -18,9 +18,11 @@ from dsec.api.request import Services
 from dsec.api.routes import ROUTES
 from dsec.api.routing import RouteTable
 from dsec.api.server import HttpServer, TcpAddress, load_tls
+from dsec.api.sharediam import SharedIamStore, SharedSlices
 from dsec.backends.base import Backend
 from dsec.backends.registry import BackendSettings, build_backends
 from dsec.cluster.fleet import Fleet
+from dsec.cluster.registry import Registry
 from dsec.cluster.rpc import Rpc
 from dsec.core.ids import NodeId
 from dsec.core.spec import Substrate
@@ -91,11 +93,13 @@ class ApiPart:
         self.keeper = Keeper()
         self.server: HttpServer
 
-    async def start(self, rpc: Rpc, fleet: Fleet) -> None:
+    async def start(self, rpc: Rpc, fleet: Fleet, registry: Registry | None = None) -> None:
+        """`registry`: where replicas share projects, tokens and quotas; None: this one is alone."""
         config = self._config
-        iam = await Iam.open(Path(config.state_dir))
+        iam = await self._iam(registry)
         self._stack.push_async_callback(iam.close)
-        admission = Admission(iam.directory, rpc, fleet.nodes)
+        slices = None if registry is None else SharedSlices(registry)
+        admission = Admission(iam.directory, rpc, fleet.nodes, slices=slices)
         self._stack.push_async_callback(admission.close)
         services = Services(
             rpc=rpc,
@@ -116,6 +120,15 @@ class ApiPart:
             self.addresses = await self.server.listen_tcp(address, tls=tls, insecure=config.api.insecure)
         # Last: who can connect to the socket finds everything ready.
         await self.server.listen_unix(config.socket)
+
+    async def _iam(self, registry: Registry | None) -> Iam:
+        state_dir = Path(self._config.state_dir)
+        if registry is None:
+            return await Iam.open(state_dir)
+        store = SharedIamStore(registry)
+        await store.start()
+        self._stack.push_async_callback(store.stop)
+        return await Iam.shared(store, state_dir)
 
     async def stop(self, hurry: asyncio.Event) -> None:
         """Nothing new is taken; requests under way get their grace, unless `hurry` is set meanwhile."""
