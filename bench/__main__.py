@@ -4,7 +4,8 @@ Needs root and the environment given by --environment (default: base) in the sta
 Writes figures and pictures into docs/benchmarks.md and docs/benchmarks/, or, with --output, only the figures as JSON.
 
 `python -m bench density --count N`: what each of many idle sandboxes costs, alone.
-`python -m bench calls`: calls a second, beside a fresh interpreter in a sandbox and under bwrap.
+`python -m bench calls`: calls a second, beside a fresh interpreter in a sandbox and under bwrap; two projects at once.
+`python -m bench calls-soak --count N`: calls, and what is left of them.
 `python -m bench soak --count N`: creates, then execs, of which the last cost what the first did, alone.
 `python -m bench burst`: many sandboxes at once of an environment in a far store, alone.
 `python -m bench environments`: making layers, mounting them, sandboxes of 1, 5 and 61, ways of reading, alone.
@@ -24,7 +25,20 @@ from pathlib import Path
 from typing import Any
 
 import dsec
-from bench import burst, calls, density, environments, machine, peers, plots, report, snapshots, soak, transfers
+from bench import (
+    burst,
+    calls,
+    callsoak,
+    density,
+    environments,
+    machine,
+    peers,
+    plots,
+    report,
+    snapshots,
+    soak,
+    transfers,
+)
 from bench.cost import Cost
 from bench.series import Measure, Series, interleave, timed
 from bench.service import PrivateService, private_service
@@ -45,6 +59,7 @@ _WARM = "[node.warm]\nspares_max = 8\nlow = 4\nhigh = 8"
 def main() -> None:
     for name, run in (
         ("calls", calls.main),
+        ("calls-soak", callsoak.main),
         ("density", density.main),
         ("soak", soak.main),
         ("burst", burst.main),

@@ -86,6 +86,80 @@ async def test_a_pool_that_always_has_work_does_not_keep_all_places_from_another
     assert sum(not worker.closed for worker in made) == 1
 
 
+async def test_a_place_that_others_of_its_own_pool_wait_for_is_theirs(
+    made: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is given back there is no place at all, and yet nobody else needs it more."""
+    monkeypatch.setattr(service, "_STARVED_S", 0.0)
+    calls = service_of(1)
+    pool = pool_of(calls, "first")
+    worker = await pool.acquire("/p", 5)
+    waiting = asyncio.create_task(pool.acquire("/p", 5))
+    await eventually(lambda: len(pool.queue) == 1)
+
+    pool.release(worker, "/p", 0.1, spoilt=None)
+
+    assert await waiting is worker
+    pool.release(worker, "/p", 0.1, spoilt=None)
+    await calls.close()
+    assert len(made) == 1
+
+
+async def test_who_is_answered_has_no_place_made_for_those_that_wait_for_its_own(made: list[FakeWorker]) -> None:
+    calls = service_of(4)
+    pool = pool_of(calls, "first")
+    worker = await pool.acquire("/p", 5)
+    cleaned = asyncio.Event()
+
+    async def clean() -> str | None:
+        await cleaned.wait()
+        return None
+
+    pool.release_after(worker, "/p", 0.0, clean())
+    waiting = [asyncio.create_task(pool.acquire("/p", 5))]
+    await eventually(lambda: len(pool.queue) == 1)
+    assert (pool.places, pool.starting) == (1, 0), "the one that is cleaned up is for the one that waits"
+    waiting.append(asyncio.create_task(pool.acquire("/p", 5)))
+    await eventually(lambda: pool.places == 2)
+    cleaned.set()
+    for task in waiting:
+        pool.release(await task, "/p", 0.1, spoilt=None)  # type: ignore[arg-type]
+    await calls.close()
+
+    assert (len(made), all(worker.closed for worker in made)) == (2, True)
+
+
+async def test_a_place_whose_clean_up_is_cut_short_is_given_up(made: list[FakeWorker]) -> None:
+    calls = service_of(1)
+    pool = pool_of(calls, "first")
+    worker = await pool.acquire("/p", 5)
+    pool.release_after(worker, "/p", 0.0, asyncio.sleep(60))  # type: ignore[arg-type]
+
+    await calls.close()
+
+    assert (pool.busy, pool.retired, worker.closed) == (0, 1, True)  # type: ignore[attr-defined]
+
+
+async def test_two_projects_at_overload_get_the_same_time_within_a_tenth(made: list[FakeWorker]) -> None:
+    """Through the pool: one has many callers with short calls, the other few with long ones."""
+    calls = service_of(2)
+    pool = pool_of(calls, "first")
+    got = {"/many": 0.0, "/few": 0.0}
+    costs = {"/many": 0.02, "/few": 0.1}
+
+    async def call(project: str) -> None:
+        while sum(got.values()) < 60:
+            worker = await pool.acquire(project, 60)
+            await asyncio.sleep(0)
+            got[project] += costs[project]
+            pool.release(worker, project, costs[project], spoilt=None)
+
+    await asyncio.gather(*(call("/many") for _ in range(40)), *(call("/few") for _ in range(8)))
+    await calls.close()
+
+    assert max(got.values()) / min(got.values()) < 1.1, got
+
+
 async def test_a_pool_that_makes_a_place_makes_no_room_for_another(
     made: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:

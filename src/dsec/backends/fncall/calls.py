@@ -193,7 +193,8 @@ class Calls:
         """Whose calls have waited longest of those that have no place, while `pool` gives one back."""
         if sum(other.places for other in self._pools.values()) >= self._config.places_max:
             return None  # there would be no room even so
-        found = [(waited, other) for other in self._pools.values() if (waited := other.starved_s()) > _STARVED_S]
+        others = [other for other in self._pools.values() if other is not pool]
+        found = [(waited, other) for other in others if (waited := other.starved_s()) > _STARVED_S]
         return max(found, key=lambda entry: entry[0])[1] if found else None
 
     async def _look(self) -> None:

@@ -51,7 +51,6 @@ class _Call:
     own_bytes: int = 0  # of the place, before anything of the call was there
     begun: bool = False  # some of its code has run, or been compiled
     crowded: bool = False  # what the code has left leaves no room to judge it
-    kills: int = 0
     lost: str | None = None  # the place broke down, or something of the call stays in it
     cases: list[CaseResult] = field(default_factory=list)
     kept_bytes: int = 0  # of output, in `cases`
@@ -76,7 +75,6 @@ async def perform(
     Raises SandboxFaultError when the place failed before the code was begun with: then it may be tried in another.
     """
     call = _Call(worker, request, type, checker_type)
-    _, call.kills = worker.memory()
     try:
         compiled, ran = await _phases(call)
     except UnsupportedError as error:
@@ -293,6 +291,8 @@ async def _phase(
     if finish:
         orders.append(_finish_order(call.request))
     try:
+        if call.begun:
+            worker.weigh()
         await worker.bound(bounds.memory_bytes)
         call.own_bytes = call.own_bytes or worker.own_bytes
         call.ending = finish
@@ -301,10 +301,9 @@ async def _phase(
         if error.outcome is Outcome.UNCHANGED and not call.begun:
             raise
         call.lost = str(error)
-        kills = worker.memory()[1]
-        status = CallStatus.MEMORY_LIMIT if kills > call.kills else CallStatus.PLATFORM_FAILURE
+        status = CallStatus.MEMORY_LIMIT if worker.memory()[1] else CallStatus.PLATFORM_FAILURE
         return PhaseResult(status=status, detail=str(error))
-    peak, kills = worker.memory()
+    peak, for_memory = worker.memory()
     if before is not None:
         placed = answers.pop(0)
         if call.begun and placed.placed is None:
@@ -319,7 +318,6 @@ async def _phase(
     if ran.why == "lost":
         call.lost = f"the interpreter is lost: {ran.detail}"
         return PhaseResult(status=CallStatus.PLATFORM_FAILURE, detail=call.lost)
-    for_memory, call.kills = kills > call.kills, kills
     if ran.why == "start" and place == _CALL and call.begun:
         # It was compiled, or has run before: the code has made no program, or taken it away.
         return PhaseResult(status=CallStatus.ERROR, detail=ran.detail[:300])

@@ -63,6 +63,7 @@ class Worker:
         self._read = self._acked = 0
         self._removal: asyncio.Task[None] | None = None
         self.own_bytes = 0  # of the place itself, before a run
+        self._kills = 0  # for memory, so far
         self._bound_bytes = launched.memory_bytes
 
     @classmethod
@@ -103,6 +104,7 @@ class Worker:
             (answer,) = await worker._ask([order], 1, timeout_s=_START_S)
             if answer.refused is not None:
                 raise UnsupportedError(f"no {type.warm} for calls is to be had here: {answer.refused[:500]}")
+        worker.weigh()
         return worker
 
     # -- one call ----------------------------------------------------------------------------------
@@ -133,6 +135,13 @@ class Worker:
         """A call has come to its end here."""
         self.calls += 1
         self.idle_since = self.seen_at = time.monotonic()
+        self.weigh()
+
+    def weigh(self) -> None:
+        """What the place uses by itself, while nothing runs in it: the next run is measured from there."""
+        self.own_bytes = self._launched.instance.memory_now() or 0
+        _, self._kills = self._launched.instance.memory_events()
+        self._launched.instance.forget_memory_peak()
 
     async def bound(self, memory_bytes: int | None) -> None:
         """What the next run may use, above what the place itself does. None: as much as there is.
@@ -140,7 +149,6 @@ class Worker:
         Raises SandboxFaultError: nothing has been begun with then.
         """
         most = self._launched.memory_bytes
-        self.own_bytes = self._launched.instance.memory_now() or 0
         wanted = most if memory_bytes is None else min(most, max(self.own_bytes, _HEADROOM_BYTES) + memory_bytes)
         if wanted != self._bound_bytes:
             try:
@@ -148,12 +156,11 @@ class Worker:
             except HostError as error:
                 raise SandboxFaultError(str(error), sandbox=self.id, outcome=Outcome.UNCHANGED) from error
             self._bound_bytes = wanted
-        self._launched.instance.forget_memory_peak()
 
-    def memory(self) -> tuple[int | None, int]:
-        """The peak of the last run, if this host tells, and kills for memory so far."""
+    def memory(self) -> tuple[int | None, bool]:
+        """Of the run since `weigh`: its peak, if this host tells, and whether anything was killed for memory."""
         peak, kills = self._launched.instance.memory_events()
-        return (None if peak is None else max(0, peak - self.own_bytes)), kills
+        return (None if peak is None else max(0, peak - self.own_bytes)), kills > self._kills
 
     def environment(self, type: TaskType, env: dict[str, str]) -> list[bytes]:
         """`NAME=value` of what a program of a call gets: the environment's, the task type's, the caller's last."""

@@ -74,7 +74,7 @@ def _serve(link: socket.socket, libc: ctypes.CDLL) -> NoReturn:
     except OSError:
         pass
     os.setsid()
-    _rehearse()
+    _rehearse(libc)
     passed = _receive(link)
     link.close()
     if passed is None:
@@ -86,12 +86,21 @@ def _serve(link: socket.socket, libc: ctypes.CDLL) -> NoReturn:
     _run(what["argv"])
 
 
-def _rehearse() -> None:
+def _rehearse(libc: ctypes.CDLL) -> None:
     """Touches most of what a run does: the kernel gives a fork its pages one by one, at the first use of each."""
-    exec(compile("print(end='')", "main.py", "exec"), types.ModuleType("__main__").__dict__)
-    json.loads('{"a": ["b", 1]}')
-    sys.stdout.flush()
-    os.environ["PWD"] = "/"
+    with open("/dev/null", "rb") as file:
+        json.loads(file.read().decode("utf-8", "surrogatepass") or '{"a": ["b", 1]}')
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__="main.py", __builtins__=__builtins__, __cached__=None)
+    exec(compile("import sys\nprint('', end='')", "main.py", "exec"), main.__dict__)
+    for stream in (sys.stdout, sys.stderr):
+        stream.write("\n")  # to /dev/null, still
+        stream.flush()
+    os.environ["PWD"] = os.getcwd()
+    resource.setrlimit(resource.RLIMIT_CORE, resource.getrlimit(resource.RLIMIT_CORE))
+    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    threading.main_thread()
+    sys.path[:0] = []
 
 
 def _receive(link: socket.socket) -> Optional[List[int]]:
