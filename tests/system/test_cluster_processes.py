@@ -197,6 +197,68 @@ async def test_a_killed_nats_server_loses_and_doubles_nothing(
 
 
 @pytest.mark.slow
+async def test_nats_may_be_away_for_longer_than_cards_live_and_nobody_is_lost(
+    cluster: ClusterProcesses, servers: NatsServers, caller: Caller
+) -> None:
+    ids = [await caller.create(f"away-{number}") for number in range(4)]
+    named = {"spec": {**SPEC, "name": "kept"}}
+    status, made = await caller.ask("POST", "/sandboxes", json=named)
+    assert status == 201
+    servers.kill(0)
+    for _ in range(9):  # 45 s: cards live for 30
+        await asyncio.sleep(5)
+        for id in ids:
+            assert (await caller.ask("GET", f"/sandboxes/{id}"))[0] == 200
+    status, body = await caller.ask("POST", "/sandboxes", json={"spec": SPEC})
+    assert (status, body["code"]) == (429, "no_capacity")
+
+    servers.start(0)
+    assert await caller.create("after")
+    await asyncio.sleep(15)  # the watcher's grace, and more
+
+    assert "a node is lost" not in cluster.log("watcher")
+    status, page = await caller.ask("GET", "/sandboxes?name=kept", at=1)
+    assert [found["id"] for found in page["sandboxes"]] == [made["id"]]
+    assert (await caller.ask("POST", "/sandboxes", json=named))[0] == 409
+
+
+@pytest.mark.slow
+async def test_a_lost_node_comes_back_with_its_sandboxes_and_without_their_names(
+    cluster: ClusterProcesses, caller: Caller
+) -> None:
+    victim = cluster.nodes["node1"]
+    for number in itertools.count():
+        spec = {**SPEC, "name": f"fenced-{number}"}
+        status, old = await caller.ask("POST", "/sandboxes", json={"spec": spec})
+        assert status == 201
+        if old["node"] == victim:
+            break
+    stopped = cluster.processes["node1"]
+    stopped.send_signal(signal.SIGSTOP)
+    try:
+        await until(lambda: f'"node":"{victim}"' in cluster.log("watcher"), deadline_s=120)
+        async with asyncio.timeout(60):
+            while True:
+                status, body = await caller.ask("GET", f"/sandboxes/{old['id']}")
+                if body.get("detail") == {"node_state": "lost"}:
+                    break
+                await asyncio.sleep(0.2)
+        assert status == 503
+        status, new = await caller.ask("POST", "/sandboxes", json={"spec": spec})
+        assert (status, new["node"]) == (201, cluster.nodes["node2"])
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+    async with asyncio.timeout(60):
+        while (await caller.ask("GET", f"/sandboxes/{old['id']}"))[0] != 200:  # noqa: ASYNC110  nothing tells of it
+            await asyncio.sleep(0.2)
+
+    _, back = await caller.ask("GET", f"/sandboxes/{old['id']}", at=1)
+    _, page = await caller.ask("GET", f"/sandboxes?name={spec['name']}", at=1)
+    assert (back["state"], back["name"]) == ("running", None)
+    assert [found["id"] for found in page["sandboxes"]] == [new["id"]]
+
+
+@pytest.mark.slow
 async def test_a_node_that_stands_still_gets_nothing_new_and_comes_back(
     cluster: ClusterProcesses, caller: Caller
 ) -> None:

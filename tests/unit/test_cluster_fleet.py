@@ -29,6 +29,7 @@ from dsec.core.errors import (
     LaunchError,
     NodeRetiredError,
     Outcome,
+    ProtocolError,
     UnavailableError,
     UnsupportedError,
 )
@@ -144,7 +145,7 @@ class Cluster:
 
     def beat(self, node: NodeId, *, admits: bool = True, load: NodeLoad | None = None) -> None:
         beat = Heartbeat(node=node, term=1, load=load or NodeLoad(sandboxes_max=100), admits=admits)
-        self.view.heard(pack(beat))
+        self.view.heard(node, pack(beat))
 
 
 @pytest.fixture
@@ -428,6 +429,47 @@ async def test_listings_are_of_all_nodes_and_name_those_that_are_silent(cluster:
     expected = [sandbox for node in (0, 1, 3) for sandbox in cluster.nodes[node].sandboxes]
     assert {sandbox.id for sandbox in page.sandboxes} == {sandbox.id for sandbox in expected}
     assert page.missing == [NODES[2]]
+
+
+async def test_a_node_that_tells_of_what_is_not_its_own_is_not_believed(cluster: Cluster) -> None:
+    await cluster.create()
+    own = cluster.all()[0]
+    liar = next(node for node in cluster.nodes if node.id != own.node)
+
+    for page in (SandboxPage([own]), SandboxPage([], "noise"), SandboxPage([], encode_cursor(Place(0.0, own.id)))):
+
+        async def lie(*_: object, page: SandboxPage = page) -> bytes:
+            return pack(page)
+
+        liar.call = lie  # type: ignore[method-assign]
+        query = ListQuery(cursor=encode_cursor(Place(0.0, own.id)) if page.next else None)
+        found = await cluster.one.listing(query, caller=CALLER, timeout_s=60)
+        assert found.missing == [liar.id]
+
+    async def give(*_: object) -> bytes:
+        return pack(own)
+
+    cluster.only(NODES.index(liar.id))
+    liar.call = give  # type: ignore[method-assign]
+    with pytest.raises(ProtocolError):
+        await cluster.create()
+
+
+async def test_a_name_stays_taken_while_another_try_of_its_create_may_succeed(cluster: Cluster) -> None:
+    cluster.only(0)
+    node = cluster.nodes[0]
+    node.gate = asyncio.Event()
+    first = asyncio.create_task(cluster.create(0, key="k", name="db"))
+    await until(lambda: node.calls == 1)
+    gate, node.gate, node.fails = node.gate, None, [CapacityError("full")]
+    with pytest.raises(CapacityError):
+        await cluster.create(1, key="k", name="db")
+    gate.set()
+    made = await first
+
+    with pytest.raises(ConflictError):
+        await cluster.create(2, name="db")
+    assert cluster.all() == [made]
 
 
 async def _silent(*_: object) -> bytes:

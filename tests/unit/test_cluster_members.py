@@ -23,8 +23,8 @@ from dsec.core.clock import SystemClock
 from dsec.core.errors import CapacityError, ForbiddenError, NodeRetiredError, NotFoundError, UnavailableError
 from dsec.core.ids import NodeId
 from dsec.testing.shared_state import State, embedded
-from dsec.wire.cluster import Card, Member, Ruling, Wanted
-from dsec.wire.codec import unpack
+from dsec.wire.cluster import Card, Heartbeat, Member, Ruling, Wanted
+from dsec.wire.codec import pack, unpack
 from dsec.wire.node import Caller, Method, Stream
 from dsec.wire.records import NodeLoad
 from tests.contract.served import until
@@ -44,7 +44,7 @@ class Cluster:
 
     def member(self, node: NodeId = NODE, *, installation: str = "i", timing: Timing = QUICK) -> Membership:
         async def tell(body: bytes) -> None:
-            self.nodes.heard(body)
+            self.nodes.heard(node, body)
 
         async def came_back() -> None:
             self.came_back.append(node)
@@ -210,6 +210,18 @@ async def test_a_heartbeat_of_a_term_that_is_over_counts_for_nothing(cluster: Cl
 
         assert older.term == 1
         assert view.heard_at == before
+
+
+async def test_a_heartbeat_counts_for_the_node_on_whose_subject_it_came(cluster: Cluster) -> None:
+    other = NodeId("bbbbbbbb")
+    async with joined(cluster.member()), joined(cluster.member(other)):
+        await until(lambda: cluster.standing(other) == NodeState.LIVE and cluster.nodes.find(other).load)  # type: ignore[union-attr]
+        forged = Heartbeat(node=other, term=1, load=NodeLoad(sandboxes=99), admits=False)
+        cluster.nodes.heard(NODE, pack(forged))
+
+        view = cluster.nodes.find(other)
+        assert view is not None
+        assert (view.load, view.admits) == (NodeLoad(sandboxes=5), True)
 
 
 # ---- verdicts ------------------------------------------------------------------------------------

@@ -25,12 +25,14 @@ from dsec.core.errors import (
     NodeRetiredError,
     NotFoundError,
     Outcome,
+    ProtocolError,
     UnavailableError,
     UnsupportedError,
 )
-from dsec.core.ids import NodeId, parse_node_id
+from dsec.core.ids import NodeId, node_of, parse_node_id, parse_sandbox_id
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
+from dsec.wire.cursors import decode_cursor
 from dsec.wire.node import Caller, Method, Right
 from dsec.wire.records import CreateRequest, Health, ListQuery, NodeLoad, Sandbox, SandboxPage
 
@@ -107,7 +109,10 @@ class ManyNodes:
         asked_at = self._clock.monotonic_s()
         answer = await self._rpc.call(node, Method.CREATE, pack(request), caller=caller, timeout_s=timeout_s, key=key)
         self._overlay.seen(node, asked_at)  # the load that came with the answer has it
-        return unpack(answer, Sandbox)
+        made = unpack(answer, Sandbox)
+        if node_of(parse_sandbox_id(made.id)) != node:
+            raise ProtocolError(f"node {node} has answered with a sandbox of another node")
+        return made
 
     @property
     def operations(self) -> Operations:
@@ -147,7 +152,7 @@ class ManyNodes:
             async with turn:
                 try:
                     pages.append(await self._list_one(node, query, caller, min(timeout_s, _LIST_S)))
-                except (UnavailableError, DeadlineError, NodeRetiredError) as error:
+                except (UnavailableError, DeadlineError, NodeRetiredError, ProtocolError) as error:
                     log.info("a node does not list", node=node, error=str(error))
                     missing.append(str(node))
 
@@ -155,9 +160,11 @@ class ManyNodes:
         return merge_pages(pages, query.limit, sorted(missing))
 
     async def _list_one(self, node: NodeId, query: ListQuery, caller: Caller, timeout_s: float) -> SandboxPage:
-        return unpack(
+        page = unpack(
             await self._rpc.call(node, Method.LIST, pack(query), caller=caller, timeout_s=timeout_s), SandboxPage
         )
+        _check_page(page, node, query)
+        return page
 
     # -- the rest ----------------------------------------------------------------------------------
 
@@ -205,6 +212,9 @@ class _Create:
     async def run(self) -> Sandbox:
         operation = await self._operation()
         node = operation.node if operation is not None else self._choose()
+        name = self._request.spec.name
+        if name is not None:
+            self._claim = await self._fleet.names.claim(self._caller.project, name, node, self._key)
         try:
             while True:
                 try:
@@ -216,7 +226,8 @@ class _Create:
                     await self._fleet.names.keep(self._claim, sandbox.id)
                 return sandbox
         except DsecError as error:
-            if self._claim is not None and error.outcome != Outcome.UNKNOWN:
+            alone = operation is None or operation.alone  # else another try may make the sandbox yet
+            if self._claim is not None and alone and error.outcome != Outcome.UNKNOWN:
                 await self._fleet.names.drop(self._claim)
             raise
 
@@ -238,12 +249,8 @@ class _Create:
         return self._fleet.choose(self._request, self._tried)
 
     async def _at(self, node: NodeId) -> Sandbox:
-        name = self._request.spec.name
-        if name is not None:
-            if self._claim is None:
-                self._claim = await self._fleet.names.claim(self._caller.project, name, node, self._key)
-            elif self._claim.holder.node != node:
-                self._claim = await self._fleet.names.move(self._claim, node)
+        if self._claim is not None and self._claim.holder.node != node:
+            self._claim = await self._fleet.names.move(self._claim, node)
         left_s = self._fleet.left_s(self._until)
         return await self._fleet.ask(node, self._request, self._caller, self._key, left_s)
 
@@ -305,6 +312,19 @@ def _candidate(view: NodeView, ask: Ask, now: float) -> Candidate:
         used=used,
         room={name: most for name, most in room.items() if most},  # 0: it has not said
     )
+
+
+def _check_page(page: SandboxPage, node: NodeId, query: ListQuery) -> None:
+    """A node tells of its own sandboxes only, and its pages go forward. Raises ProtocolError."""
+    try:
+        strange = [one.id for one in page.sandboxes if node_of(parse_sandbox_id(one.id)) != node]
+        back = page.next is not None and query.cursor is not None
+        if strange or (back and decode_cursor(str(page.next)) <= decode_cursor(str(query.cursor))):
+            raise ProtocolError(f"node {node} has answered with a page that is not its own, or goes back")
+        if page.next is not None:
+            decode_cursor(page.next)
+    except InvalidArgumentError as error:
+        raise ProtocolError(f"node {node} has answered with a page that cannot be read: {error.message}") from error
 
 
 def _no_node(reasons: Mapping[NodeId, Refusal], ask: Ask, tried: set[NodeId]) -> DsecError:

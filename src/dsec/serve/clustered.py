@@ -25,7 +25,7 @@ from dsec.cluster.members.membership import Membership
 from dsec.cluster.members.nodes import Nodes
 from dsec.cluster.members.watcher import Watcher
 from dsec.core.clock import SystemClock
-from dsec.core.errors import DsecError, InvalidArgumentError, NodeRetiredError, UnavailableError
+from dsec.core.errors import DsecError, InvalidArgumentError, NodeRetiredError, PlatformError, UnavailableError
 from dsec.node.facts import features_of
 from dsec.node.journal import take_node_id
 from dsec.node.names import drop_names
@@ -105,7 +105,7 @@ class _Clustered:
         await nodes.start()
 
         async def heard(message: Msg) -> None:
-            nodes.heard(message.data)
+            nodes.heard(message.subject.rpartition(".")[2], message.data)
 
         await self.engine.listen(self.engine.layout.heartbeat("*"), heard)
         return nodes
@@ -140,6 +140,7 @@ class WatcherProcess(_Clustered):
 
     def __init__(self, config: ServeConfig) -> None:
         super().__init__(config, node=False)
+        self._task: asyncio.Task[None]
 
     async def _start(self) -> None:
         await self.connect(f"watcher-{secrets.token_hex(6)}")
@@ -153,8 +154,12 @@ class WatcherProcess(_Clustered):
             self.clock,
             engine_since=lambda: self.engine.connected_since,
         )
-        task = asyncio.create_task(watcher.run(), name="watcher")
-        self.stack.push_async_callback(_ended, task)
+        self._task = asyncio.create_task(watcher.run(), name="watcher")
+        self.stack.push_async_callback(_ended, self._task)
+
+    async def failed(self) -> DsecError:
+        await asyncio.wait({self._task})
+        return PlatformError("the watcher has ended", hint="the log says why")
 
 
 class NodeProcess(_Clustered):

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 import msgspec
+import nats.errors
 from nats.aio.msg import Msg
 
 from dsec.cluster.engine.connection import Engine
@@ -103,7 +104,7 @@ class EngineRegistry:
                 yield Snapshot(tuple(sorted(await watch.snapshot())))
                 while True:
                     yield await watch.next()
-            except (_Lost, DsecError) as error:
+            except (_Lost, DsecError, nats.errors.Error) as error:
                 log.info("a watch begins anew", bucket=str(bucket), why=str(error))
             finally:
                 await watch.end()

@@ -15,7 +15,7 @@ from dsec.cluster.link.connection import Connection
 from dsec.cluster.link.stream import LinkStream
 from dsec.core.errors import CapacityError, DeadlineError, DsecError, Outcome, ProtocolError, UnavailableError
 from dsec.core.ids import NodeId
-from dsec.core.limits import LINK_CONNECT_S, NODE_STREAMS_MAX, STREAM_LINGER_S
+from dsec.core.limits import LINK_BODIES_BYTES_MAX, LINK_CONNECT_S, NODE_STREAMS_MAX, STREAM_LINGER_S
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
 from dsec.wire.errors import error_of
@@ -188,6 +188,7 @@ class _Link:
         self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answers: dict[int, _Answer] = {}
         self._last_id = 0
+        self._incomplete_bytes = 0  # of answers that came in parts, until their callers have them
         self._leaving = False
 
     @property
@@ -225,6 +226,7 @@ class _Link:
             raise
         finally:
             self._answers.pop(id, None)
+            self._incomplete_bytes -= answer.held
             self._end_when_idle()
 
     async def open(self, head: CallHead, body: bytes) -> Stream:
@@ -291,6 +293,11 @@ class _Link:
         head = unpack(packed, AnswerHead)
         self._heard(head.load)
         if (answer := self._answers.get(id)) is not None:
+            if len(first) < head.size:
+                self._incomplete_bytes += head.size
+                if self._incomplete_bytes > LINK_BODIES_BYTES_MAX:
+                    raise ProtocolError("a node answers with too much at once")
+                answer.held = head.size
             answer.begin(head.size, first)
 
     def _failed(self, id: int, failed: Failed) -> None:
@@ -322,6 +329,7 @@ class _Link:
 class _Answer:
     def __init__(self) -> None:
         self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.held = 0  # of the connection's bound
         self._assembly: Assembly | None = None
 
     def begin(self, size: int, first: bytes) -> None:

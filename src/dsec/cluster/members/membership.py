@@ -211,6 +211,8 @@ class Membership:
                 log.warning("the card could not be refreshed", error=str(error), standing=str(self.standing))
             except DsecError as error:
                 log.error("the node is no member any more", error=str(error), standing=str(self.standing))
+            except Exception:  # this loop is what keeps the node a member: it goes on, and the next round may succeed
+                log.error("the card could not be refreshed", standing=str(self.standing), exc_info=True)
 
     async def _refresh_once(self) -> None:
         ruling = await self._read_ruling()

@@ -123,14 +123,15 @@ class Nodes:
 
     # -- news --------------------------------------------------------------------------------------
 
-    def heard(self, body: bytes) -> None:
-        """A heartbeat. One that cannot be read, or is of a term that is over, is nobody's."""
+    def heard(self, node: str, body: bytes) -> None:
+        """A heartbeat that came on the subject of `node`, which nobody else can write to: what it says of others, what
+        cannot be read, and what is of a term that is over counts for nothing."""
         try:
             beat = unpack(body, Heartbeat)
         except ProtocolError:
             return
-        view = self._views.get(NodeId(beat.node))
-        if view is None or view.card is None or view.card.term != beat.term:
+        view = self._views.get(NodeId(node))
+        if view is None or beat.node != node or view.card is None or view.card.term != beat.term:
             return
         view.load, view.admits = beat.load, beat.admits
         view.heard_at = view.loaded_at = self._clock.monotonic_s()

@@ -14,7 +14,7 @@ from dsec.cluster.members.rulings import declare_lost
 from dsec.cluster.members.verdicts import verdicts
 from dsec.cluster.registry import Registry
 from dsec.core.clock import Clock
-from dsec.core.errors import ConflictError, DsecError, UnavailableError
+from dsec.core.errors import ConflictError, DsecError
 from dsec.core.ids import NodeId
 from dsec.observe import metrics
 from dsec.observe.logs import get_logger
@@ -67,7 +67,7 @@ class Watcher:
                     await self._hold()
                     if self.acts:
                         await self.look()
-                except (UnavailableError, ConflictError) as error:
+                except DsecError as error:
                     log.warning("the watcher could not do its work", error=str(error))
                 self._count()
                 await asyncio.sleep(self._look_s)
