@@ -217,6 +217,15 @@ async def test_bad_credentials_are_refused(api: Served, header: str) -> None:
         assert (answer.status, (await answer.json())["code"]) == (401, "unauthenticated")
 
 
+async def test_a_token_may_be_the_password_of_a_url(api: Served) -> None:
+    """For clients that can be told nothing else. Who it is for says the token, not the name."""
+    token = (await api.token("/", "use"))["Authorization"].removeprefix("Bearer ")
+    for text, status in ((f"anybody:{token}", 200), (f":{token}", 200), (token, 401), (f"{token}:", 401)):
+        header = "Basic " + base64.b64encode(text.encode()).decode()
+        async with api.remote.get("/v1/sandboxes", headers={"Authorization": header}) as answer:
+            assert answer.status == status, text
+
+
 @pytest.mark.root
 async def test_another_user_is_refused_even_where_the_socket_lets_them_in(api: Served) -> None:
     api.socket.parent.chmod(0o711)

@@ -96,7 +96,8 @@ class Calls:
             ended = time.monotonic()
             pool.release_after(worker, project, began, done.end)
             if done.lacks is not None:
-                pool.lacks(done.lacks)
+                if done.for_all:
+                    pool.lacks(done.lacks)
                 raise done.lacks
             metrics.CALLS.labels(request.type, done.answer.status).inc()
             return msgspec.structs.replace(done.answer, queued_s=began - came, took_s=ended - began)

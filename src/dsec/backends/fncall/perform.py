@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import signal
 from collections.abc import Coroutine
@@ -32,6 +33,7 @@ from dsec.wire.calls import (
 _CALL: Final = 0
 _CHECKER: Final = 1
 _RIGHT, _WRONG = 0, 1  # exits of a checker
+_ABSENT: Final = f"(os error {errno.ENOENT})"  # as dsec-call says it
 _OF_WHY: Final = {"wall": CallStatus.TIME_LIMIT, "cpu": CallStatus.TIME_LIMIT, "output": CallStatus.OUTPUT_LIMIT}
 
 
@@ -40,6 +42,7 @@ class Performed:
     answer: CallAnswer
     end: Coroutine[Any, Any, str | None]  # until the place is clean again; why it is to be given up
     lacks: UnsupportedError | None = None  # nothing has run: this is what the caller gets
+    for_all: bool = False  # and so would every other call here
 
 
 @dataclass(slots=True)
@@ -55,6 +58,7 @@ class _Call:
     cases: list[CaseResult] = field(default_factory=list)
     kept_bytes: int = 0  # of output, in `cases`
     ending: bool = False  # it has been told that the call is over
+    absent: bool = False  # a program of the task type is not in the environment
     finished: runner.Finished | None = None
 
 
@@ -78,7 +82,7 @@ async def perform(
     try:
         compiled, ran = await _phases(call)
     except UnsupportedError as error:
-        return Performed(CallAnswer(status=CallStatus.PLATFORM_FAILURE), _end(call), lacks=error)
+        return Performed(CallAnswer(status=CallStatus.PLATFORM_FAILURE), _end(call), lacks=error, for_all=call.absent)
     if request.collect:
         await _finish(call)
     return Performed(_answer(call, compiled, ran), _end(call))
@@ -324,6 +328,8 @@ async def _phase(
     if ran.why == "start" and place == _CHECKER:
         return PhaseResult(status=CallStatus.ERROR, detail=f"the environment cannot run {ran.detail[:300]}")
     if ran.why == "start":
+        # Anything else may come of this call's own limits, and where programs are looked for of its variables.
+        call.absent = ran.detail.endswith(_ABSENT) and "PATH" not in call.request.env
         raise UnsupportedError(
             f"the environment cannot run {ran.detail[:300]}", hint="calls of this task type need it in the environment"
         )
