@@ -39,7 +39,10 @@ class DyingLauncher:
 
     def _serve(self) -> None:
         for number in range(2):
-            connection, _ = self._server.accept()
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return  # it is being closed
             with connection:
                 while message := connection.recv(MESSAGE_BYTES_MAX):
                     request = unpack(message, LaunchRequest)
@@ -49,6 +52,9 @@ class DyingLauncher:
                     connection.send(pack({"id": request.id, "ok": _answer(request.op)}))
 
     def close(self) -> None:
+        """The thread first: it would go on with whatever gets the descriptor's number next."""
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join(60)
         self._server.close()
 
 
