@@ -310,11 +310,11 @@ async def test_a_node_that_stops_finishes_what_is_under_way(link: Linked, servic
 async def test_a_node_that_went_silent_is_noticed(
     link: Linked, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsec.cluster.link.connection.LINK_PING_S", 0.05)
-    monkeypatch.setattr("dsec.cluster.link.connection.LINK_SILENCE_S", 0.3)
+    monkeypatch.setattr("dsec.cluster.link.connection.LINK_PING_S", 0.1)
+    monkeypatch.setattr("dsec.cluster.link.connection.LINK_SILENCE_S", 2.0)
     calling = asyncio.create_task(ask(link.rpc, method=Method.CREATE))
     await until(lambda: service.calls)
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(2.5)
     assert not calling.done()  # signs of life go both ways
     for one in link.listener.links:
         monkeypatch.setattr(one.connection, "send", lambda *_: None)

@@ -31,7 +31,7 @@ from tests.contract.served import until
 
 NODE = NodeId("aaaaaaaa")
 CALLER = Caller(principal="p", project="/p")
-QUICK = Timing(card_ttl_s=1.0, refresh_s=0.05, heartbeat_s=0.02)
+QUICK = Timing(card_ttl_s=60.0, refresh_s=0.05, heartbeat_s=0.02)
 SLOW = Timing(card_ttl_s=3_600, refresh_s=3_600, heartbeat_s=0.02)
 
 
@@ -102,8 +102,8 @@ async def test_an_installation_that_is_another_does_not_get_the_id(cluster: Clus
 
 
 async def test_a_card_that_is_refreshed_outlives_its_time(cluster: Cluster) -> None:
-    async with joined(cluster.member()) as member:
-        await asyncio.sleep(1.5)
+    async with joined(cluster.member(timing=Timing(3.0, 0.05, 0.02))) as member:
+        await asyncio.sleep(4.0)
 
         assert (member.standing, member.term) == (Standing.MEMBER, 1)
         assert cluster.standing() == NodeState.LIVE
@@ -121,7 +121,7 @@ async def test_the_older_of_two_processes_with_one_id_serves_no_more(cluster: Cl
 
 
 async def test_a_member_that_cannot_refresh_admits_nothing_new_and_serves_on(cluster: Cluster) -> None:
-    async with joined(cluster.member(timing=Timing(0.2, 3_600, 3_600))) as member:
+    async with joined(cluster.member(timing=Timing(3.0, 3_600, 3_600))) as member:
         service = FencedService(Service(), member)
         await service.call(Method.CREATE, b"", caller=CALLER, key=None, timeout_s=1)
         await until(lambda: member.standing == Standing.LAPSED)
@@ -192,7 +192,7 @@ async def test_a_node_that_is_silent_gets_nothing_new_and_then_is_away(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dsec.cluster.members.nodes.SUSPECT_S", 0.2)
-    await cluster.member(timing=Timing(1.0, 3_600, 3_600)).join()
+    await cluster.member(timing=Timing(4.0, 3_600, 3_600)).join()
     await until(lambda: cluster.standing() == NodeState.SUSPECT)
     await until(lambda: cluster.standing() == NodeState.AWAY)
 

@@ -17,12 +17,18 @@ _FLUSH_BYTES: Final = 256 << 10  # gathered before it is written in this turn of
 
 
 class Connection(asyncio.Protocol):
-    """`received` is called for each packet but signs of life; what it raises ends the connection. `lost` is called
-    once, at the end."""
+    """`made` is called once TLS has been agreed on, `received` for each packet but signs of life; what it raises ends
+    the connection. `lost` is called once, at the end of what was made."""
 
-    def __init__(self, received: Callable[[Packet], None], lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        received: Callable[[Packet], None],
+        lost: Callable[[str], None],
+        made: Callable[[], None] = lambda: None,
+    ) -> None:
         self._received = received
         self._lost = lost
+        self._made = made
         self._decoder = PacketDecoder()
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
@@ -99,6 +105,7 @@ class Connection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=LINK_WRITE_BYTES_HIGH)  # type: ignore[union-attr]
         self._heard_at = self._loop.time()
         self._timer = self._loop.call_later(LINK_PING_S, self._live)
+        self._made()
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self._loop.time()

@@ -107,9 +107,7 @@ class NodeListener:
             await link.end("the node is stopping")
 
     def _connection(self) -> Connection:
-        link = _Link(self)
-        self.links.add(link)
-        return link.connection
+        return _Link(self).connection
 
 
 class _Link:
@@ -117,13 +115,13 @@ class _Link:
 
     def __init__(self, listener: NodeListener) -> None:
         self._listener = listener
-        self.connection = Connection(self._received, self._lost)
+        self.connection = Connection(self._received, self._lost, self._made)
         self.streams: dict[int, LinkStream] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._incoming: dict[int, tuple[CallHead, Assembly]] = {}
         self._greeted = False
-        self._hurry = asyncio.get_running_loop().call_later(LINK_CONNECT_S, self._silent)
+        self._hurry: asyncio.TimerHandle | None = None
 
     async def end(self, why: str) -> None:
         for task in list(self.tasks):
@@ -131,6 +129,10 @@ class _Link:
         if self.tasks:
             await asyncio.wait(set(self.tasks))
         self.connection.close(why)
+
+    def _made(self) -> None:
+        self._listener.links.add(self)
+        self._hurry = asyncio.get_running_loop().call_later(LINK_CONNECT_S, self._silent)
 
     # -- packets -----------------------------------------------------------------------------------
 
@@ -182,7 +184,7 @@ class _Link:
             self.connection.close(error.message)
             return
         self._greeted = True
-        self._hurry.cancel()
+        self._calm()
         self.connection.send(Kind.WELCOME, 0, pack(Welcome(generation, listener.node, listener.term())))
 
     def _begin(self, id: int, body: bytes) -> None:
@@ -293,11 +295,14 @@ class _Link:
     # -- the end -----------------------------------------------------------------------------------
 
     def _silent(self) -> None:
-        self._listener.links.discard(self)  # also one whose TLS never came to an end, of which nothing else is told
         self.connection.abort("it did not say who it is")
 
+    def _calm(self) -> None:
+        if self._hurry is not None:
+            self._hurry.cancel()
+
     def _lost(self, why: str) -> None:
-        self._hurry.cancel()
+        self._calm()
         self._listener.links.discard(self)
         for id in list(self._incoming):
             self._drop(id)
