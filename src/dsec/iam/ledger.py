@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -234,8 +235,7 @@ class Ledger:
                 if replica != self._replica and replica not in silent
             }
             # What was settled while we asked may be among the answer, or not.
-            since = {cap: account.spent.get(cap, 0) - spent.get(cap, 0) for cap in account.spent}
-            own = added(account.pending, since)
+            own = added(account.pending, _less(account.spent, spent))
             granted = dict(own)
             for cap, amount in need.items():
                 taken = total(others.values(), cap) + own.get(cap, 0)
@@ -245,13 +245,21 @@ class Ledger:
                     raise _refused(project, cap, limit=caps[cap], used=lives, reserved=taken, asked=amount)
                 granted[cap] = own.get(cap, 0) + more
             others[self._replica] = Slice(granted, self._sign(shared))
-            if await self._store.write(project, Shared(others), expect=revision) is None:
+            if await self._written(project, account, Shared(others), revision) is None:
                 continue
             account.granted = granted
-            account.spent = since
+            # Meanwhile more may have been settled: what was pending then is charged, and is not to be had again.
+            account.spent = _less(account.spent, spent)
             account.leased_at = began
             return
         raise UnavailableError("the quota is being changed by many at once", retry_after_s=_RETRY_S)
+
+    async def _written(self, project: str, account: _Account, shared: Shared, revision: int) -> int | None:
+        try:
+            return await self._store.write(project, shared, expect=revision)
+        except BaseException:
+            account.leased_at = -math.inf  # nobody knows what the record says of us: nothing of it is used any more
+            raise
 
     def _sign(self, shared: Shared) -> int:
         known = shared.slices.get(self._replica)
@@ -277,10 +285,8 @@ class Ledger:
                     del self._accounts[project]
 
     async def _shrink(self, project: str, account: _Account) -> None:
-        if self._is_void(account):
-            kept = account.pending
-        else:
-            kept = added(account.granted, {cap: -amount for cap, amount in account.spent.items()})
+        spent = account.spent
+        kept = account.pending if self._is_void(account) else _less(account.granted, spent)
         kept = {cap: amount for cap, amount in kept.items() if amount > 0}
         if kept == account.granted and not self._is_void(account):
             return
@@ -289,8 +295,8 @@ class Ledger:
         if kept:
             slices[self._replica] = Slice(kept, self._sign(shared))
         # Who reads the record from here on asks after that what lives, and what we have spent is among it.
-        if await self._store.write(project, Shared(slices), expect=revision) is not None:
-            account.granted, account.spent = kept, {}
+        if await self._written(project, account, Shared(slices), revision) is not None:
+            account.granted, account.spent = kept, _less(account.spent, spent)
 
     def _tend_soon(self) -> None:
         if self._timer is None and not self._closed and self._accounts:
@@ -307,6 +313,10 @@ class Ledger:
             await self.tend()
         except (CapacityError, UnavailableError):
             return  # the next turn comes
+
+
+def _less(one: Amounts, other: Amounts) -> Amounts:
+    return {cap: amount - other.get(cap, 0) for cap, amount in one.items()}
 
 
 def caps_of(quota: Quota) -> Amounts:
