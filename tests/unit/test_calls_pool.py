@@ -13,11 +13,13 @@ from dsec.backends.fncall import calls as service
 from dsec.backends.fncall import pool as pools
 from dsec.backends.fncall.calls import Calls
 from dsec.backends.fncall.config import CallsConfig
+from dsec.backends.fncall.perform import Performed
 from dsec.backends.fncall.worker import Worker
 from dsec.core import limits
-from dsec.core.errors import CapacityError
+from dsec.core.errors import CapacityError, DsecError, SandboxFaultError, UnsupportedError
 from dsec.core.spec import Environment
 from dsec.testing.waiting import eventually
+from dsec.wire.calls import CallAnswer, CallRequest, CallStatus
 
 
 @dataclass(eq=False)
@@ -158,6 +160,44 @@ async def test_two_projects_at_overload_get_the_same_time_within_a_tenth(made: l
     await calls.close()
 
     assert max(got.values()) / min(got.values()) < 1.1, got
+
+
+async def test_only_what_was_not_begun_with_is_tried_again_and_that_once(
+    made: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def end() -> str | None:
+        return None
+
+    failure = SandboxFaultError("the place is lost")
+    script: list[CallStatus | DsecError] = []
+
+    async def perform(*_: object) -> Performed:
+        now = script.pop(0)
+        if isinstance(now, DsecError):
+            raise now
+        return Performed(CallAnswer(status=now), end())
+
+    monkeypatch.setattr(service, "perform", perform)
+    calls = service_of(4)
+    request = CallRequest(type="sh", code="")
+
+    script[:] = [failure, CallStatus.FINISHED]
+    again = await calls.call(request, "/p")
+    script[:] = [CallStatus.PLATFORM_FAILURE, CallStatus.FINISHED]
+    begun = await calls.call(request, "/p")
+    left = len(script)
+    script[:] = [failure, failure, CallStatus.FINISHED]
+    with pytest.raises(SandboxFaultError):
+        await calls.call(request, "/p")
+    twice = len(script)
+    script[:] = [UnsupportedError("no"), CallStatus.FINISHED]
+    with pytest.raises(UnsupportedError):
+        await calls.call(request, "/p")
+    await calls.close()
+
+    assert (again.status, begun.status) == (CallStatus.FINISHED, CallStatus.PLATFORM_FAILURE)
+    assert (left, twice, len(script)) == (1, 1, 1)
+    assert all(worker.closed for worker in made)
 
 
 async def test_a_pool_that_makes_a_place_makes_no_room_for_another(

@@ -17,6 +17,7 @@ from dsec.core.errors import (
     GoneError,
     InvalidArgumentError,
     LimitError,
+    Outcome,
     ProtocolError,
     SandboxNotFoundError,
     UnavailableError,
@@ -349,13 +350,23 @@ class AsyncClient:
     async def find(self, name: str, *, ended: bool = False) -> AsyncSandbox:
         """The sandbox of this name that lives; with `ended` also the one of this name that ended last.
 
-        Raises SandboxNotFoundError, GoneError when the only one has ended, ConflictError when several live.
+        Raises SandboxNotFoundError, GoneError when the only one has ended, ConflictError when several live, and
+        UnavailableError when it may be on a node that does not answer.
         """
-        live = await self.list(name=name, max_items=2)
+        silent: set[str] = set()
+        live = await self.list(name=name, max_items=2, missing=silent)
         if len(live) == 1:
             return live[0]
         if live:
             raise ConflictError(f"several sandboxes are named {name[:80]!r}", hint="use the id: `dsec ls` shows it")
+        if silent:
+            nodes = ", ".join(sorted(silent))
+            raise UnavailableError(
+                f"no sandbox named {name[:80]!r} was found, and these nodes do not answer: {nodes[:200]}",
+                outcome=Outcome.UNCHANGED,
+                hint="ask again in a moment, or use the id",
+                retry_after_s=1.0,
+            )
         past = await self.list(name=name, states=tuple(ENDED))
         if not past:
             raise SandboxNotFoundError(f"there is no sandbox named {name[:80]!r}", hint=await self._meant(name))
@@ -384,15 +395,18 @@ class AsyncClient:
         states: tuple[str, ...] = (),
         max_items: int = 10_000,
         metrics: bool = False,
+        missing: set[str] | None = None,
     ) -> list[AsyncSandbox]:
         """The sandboxes that have all of `labels`; without `states` those that have not ended. With `metrics` each
-        one's `info` has its figures as they are now."""
+        one's `info` has its figures as they are now. Nodes of a cluster that did not answer are added to `missing`."""
         found: list[AsyncSandbox] = []
         cursor: str | None = None
         while len(found) < max_items:
             path = _list_path(labels, name, states, cursor, max_items, metrics)
             page = await self._transport.call("GET", path, SandboxPage)
             found += [AsyncSandbox(self, info) for info in page.sandboxes]
+            if missing is not None:
+                missing.update(page.missing)
             if page.next is None or page.next == cursor:
                 break
             cursor = page.next

@@ -1358,7 +1358,8 @@ class Client(Blocking[AsyncClient]):
     def find(self, name: str, *, ended: bool = False) -> Sandbox:
         """The sandbox of this name that lives; with `ended` also the one of this name that ended last.
 
-        Raises SandboxNotFoundError, GoneError when the only one has ended, ConflictError when several live.
+        Raises SandboxNotFoundError, GoneError when the only one has ended, ConflictError when several live, and
+        UnavailableError when it may be on a node that does not answer.
         """
         result: Sandbox = wrap(portal().run(self._async.find(name, ended=ended)))
         return result
@@ -1376,12 +1377,15 @@ class Client(Blocking[AsyncClient]):
         states: tuple[str, ...] = (),
         max_items: int = 10000,
         metrics: bool = False,
+        missing: set[str] | None = None,
     ) -> list[Sandbox]:
         """The sandboxes that have all of `labels`; without `states` those that have not ended. With `metrics` each
-        one's `info` has its figures as they are now."""
+        one's `info` has its figures as they are now. Nodes of a cluster that did not answer are added to `missing`."""
         result: list[Sandbox] = wrap(
             portal().run(
-                self._async.list(labels=labels, name=name, states=states, max_items=max_items, metrics=metrics)
+                self._async.list(
+                    labels=labels, name=name, states=states, max_items=max_items, metrics=metrics, missing=missing
+                )
             )
         )
         return result

@@ -85,7 +85,12 @@ async def perform(
         return Performed(CallAnswer(status=CallStatus.PLATFORM_FAILURE), _end(call), lacks=error, for_all=call.absent)
     if request.collect:
         await _finish(call)
-    return Performed(_answer(call, compiled, ran), _end(call))
+    try:
+        answer = _answer(call, compiled, ran)
+    except SandboxFaultError as error:  # its code has run: nobody may run it again
+        call.finished, call.lost = None, str(error)
+        answer = _answer(call, compiled, ran)
+    return Performed(answer, _end(call))
 
 
 async def _phases(call: _Call) -> tuple[PhaseResult | None, PhaseResult | None]:
@@ -147,6 +152,8 @@ def _answer(call: _Call, compiled: PhaseResult | None, ran: PhaseResult | None) 
     if call.finished is not None:
         files = [_checked(file, call.request.collect) for file in call.finished.files]
         missing = [path.decode("utf-8", "surrogateescape") for path in call.finished.missing]
+    elif call.lost is not None and call.request.collect and status is CallStatus.FINISHED:
+        status = CallStatus.PLATFORM_FAILURE  # nobody knows which files there were
     return CallAnswer(
         status=status,
         compile=compiled,
