@@ -18,6 +18,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from dsec.core.errors import UnavailableError
+from dsec.sdk.client import AsyncClient
 from dsec.testing.clusters import ClusterProcesses, cluster_processes
 from dsec.testing.nats_servers import NatsServers, nats_server
 from tests.contract.served import until
@@ -293,6 +295,12 @@ async def test_a_killed_node_is_named_and_its_id_stays_its_own(cluster: ClusterP
     _, page = await caller.ask("GET", "/sandboxes")
     assert page["missing"] == [victim]
     assert await caller.create("while-it-is-away")
+    async with AsyncClient(f"unix://{cluster.socket('api2')}") as client:
+        silent: set[str] = set()
+        await client.list(missing=silent)
+        assert silent == {victim}
+        with pytest.raises(UnavailableError, match=victim):  # it may be there: that it is not cannot be said
+            await client.find("nobody")
 
     await asyncio.to_thread(cluster.start_node, "node2")
     async with asyncio.timeout(60):

@@ -8,7 +8,19 @@ from typing import Annotated, Any
 import typer
 
 from dsec.cli.completion import complete_environment, complete_sandbox
-from dsec.cli.console import Json, age, client, find_id, parse_pairs, put_json, run_async, say, settings, table
+from dsec.cli.console import (
+    Json,
+    age,
+    client,
+    complain,
+    find_id,
+    parse_pairs,
+    put_json,
+    run_async,
+    say,
+    settings,
+    table,
+)
 from dsec.cli.options import (
     Cpu,
     Datasets,
@@ -127,8 +139,12 @@ def ls(
     """List the sandboxes that live."""
 
     async def work() -> None:
+        silent: set[str] = set()
         async with client() as c:
-            found = await c.list(labels=parse_pairs(label, "label"), name=name, states=_STATES if all else ())
+            states = _STATES if all else ()
+            found = await c.list(labels=parse_pairs(label, "label"), name=name, states=states, missing=silent)
+        if silent:
+            complain(f"warning: these nodes did not answer, and theirs are not here: {', '.join(sorted(silent))}")
         if settings.json:
             put_json([sandbox.info for sandbox in found])
             return
