@@ -111,9 +111,11 @@ impl Interpreter {
                 .map_err(|_| io::Error::other("the interpreter says no pid"))?,
         };
         // Of one that has ended already the end would be taken for that of the call.
+        let fork = open_process(pid)?;
         let ends = [
             (self.source(), Interest::Readable),
             (self.process.as_fd(), Interest::Readable),
+            (fork.as_fd(), Interest::Readable),
         ];
         match wait_ready(&ends, Some(Duration::ZERO))?.contains(&true) {
             true => Err(io::Error::other(
