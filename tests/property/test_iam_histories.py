@@ -216,7 +216,7 @@ def test_no_history_gives_anybody_what_its_giver_did_not_have(draw: random.Rando
 
 
 @pytest.mark.slow
-@settings(max_examples=3_000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(20, 200))
 def test_no_long_history_does_either(draw: random.Random, steps: int) -> None:
     test_no_history_gives_anybody_what_its_giver_did_not_have.hypothesis.inner_test(draw, steps)  # type: ignore[attr-defined]
