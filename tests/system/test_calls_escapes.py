@@ -197,7 +197,8 @@ async def test_nothing_of_a_call_is_in_the_next(client: AsyncClient, what: str) 
     first = await python(client, LEAVING[what], pids=32, **options)
     second = await python(client, LOOKING)
 
-    assert (before.stdout, second.stdout) == ("{}\n", "{}\n"), second.stderr
+    assert json.loads(before.stdout).keys() <= {"nice"}, "of whoever runs the tests"
+    assert second.stdout == before.stdout, second.stderr
     assert first.status is not CallStatus.PLATFORM_FAILURE, first
     assert second.worker == first.worker, "cleaned up, not thrown away"
 
