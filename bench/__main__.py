@@ -10,6 +10,7 @@ Writes figures and pictures into docs/benchmarks.md and docs/benchmarks/, or, wi
 `python -m bench burst`: many sandboxes at once of an environment in a far store, alone.
 `python -m bench environments`: making layers, mounting them, sandboxes of 1, 5 and 61, ways of reading, alone.
 `python -m bench snapshots`: for how long snapshots stop a sandbox, what they and forks take, alone.
+`python -m bench vm`: microvms: booted, cloned, idle, used, alone.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from bench import (
     snapshots,
     soak,
     transfers,
+    vm,
 )
 from bench.cost import Cost
 from bench.series import Measure, Series, interleave, timed
@@ -65,6 +67,7 @@ def main() -> None:
         ("burst", burst.main),
         ("environments", environments.main),
         ("snapshots", snapshots.main),
+        ("vm", vm.main),
     ):
         if sys.argv[1:2] == [name]:
             run(sys.argv[2:])

@@ -122,6 +122,7 @@ RECORDS: dict[str, list[tuple[FrameType, int, msgspec.Struct]]] = {
             agent.ClaimArgs(sandbox="sbx_n_1", env={b"A": b"\xff"}, user="user:staff", workdir=b"/w"),
         ),
         (FrameType.REQ, 1, agent.ClaimArgs(sandbox="sbx_n_2")),
+        (FrameType.REQ, 1, agent.ClaimArgs(sandbox="sbx_n_3", hostname="a-b.c")),
     ],
 }
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from dsec.sdk.files import AsyncWatch as AsyncWatch
     from dsec.sdk.grants import AsyncGrants as AsyncGrants
     from dsec.sdk.layers import AsyncLayers as AsyncLayers
+    from dsec.sdk.machines import AsyncMachines as AsyncMachines
     from dsec.sdk.ports import AsyncConnection as AsyncConnection
     from dsec.sdk.process import AsyncProcess as AsyncProcess
     from dsec.sdk.projects import AsyncProjects as AsyncProjects
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from dsec.sdk.results import ExecResult as ExecResult
     from dsec.sdk.results import ExecUsage as ExecUsage
     from dsec.sdk.sandbox import AsyncSandbox as AsyncSandbox
+    from dsec.sdk.screen import AsyncScreen as AsyncScreen
     from dsec.sdk.sessions import AsyncSession as AsyncSession
     from dsec.sdk.snapshots import AsyncSnapshot as AsyncSnapshot
     from dsec.sdk.snapshots import AsyncSnapshots as AsyncSnapshots
@@ -63,10 +65,12 @@ if TYPE_CHECKING:
     from dsec.sdk.sync import Files as Files
     from dsec.sdk.sync import Grants as Grants
     from dsec.sdk.sync import Layers as Layers
+    from dsec.sdk.sync import Machines as Machines
     from dsec.sdk.sync import Process as Process
     from dsec.sdk.sync import Projects as Projects
     from dsec.sdk.sync import Pty as Pty
     from dsec.sdk.sync import Sandbox as Sandbox
+    from dsec.sdk.sync import Screen as Screen
     from dsec.sdk.sync import Session as Session
     from dsec.sdk.sync import Snapshot as Snapshot
     from dsec.sdk.sync import Snapshots as Snapshots
@@ -109,6 +113,7 @@ if TYPE_CHECKING:
     from dsec.wire.images import RegistryTarget as RegistryTarget
     from dsec.wire.layers import EnvironmentDiff as EnvironmentDiff
     from dsec.wire.layers import LayerInfo as LayerInfo
+    from dsec.wire.machines import MachineInfo as MachineInfo
     from dsec.wire.records import ExecInfo as ExecInfo
     from dsec.wire.records import FileInfo as FileInfo
     from dsec.wire.records import Gap as Gap
@@ -116,6 +121,7 @@ if TYPE_CHECKING:
     from dsec.wire.records import SessionInfo as SessionInfo
     from dsec.wire.records import TtySize as TtySize
     from dsec.wire.records import WatchNotice as WatchNotice
+    from dsec.wire.screens import ScreenSize as ScreenSize
     from dsec.wire.snapshots import Published as Published
     from dsec.wire.snapshots import SnapshotInfo as SnapshotInfo
     from dsec.wire.volumes import VolumeInfo as VolumeInfo
@@ -148,6 +154,8 @@ _NAMES: Final[dict[str, str]] = {
     "Policy": "dsec.wire.iam",
     "Place": "dsec.core.spec",
     "AsyncVolumes": "dsec.sdk.volumes",
+    "AsyncMachines": "dsec.sdk.machines",
+    "AsyncScreen": "dsec.sdk.screen",
     "AsyncWatch": "dsec.sdk.files",
     "BuildEvent": "dsec.wire.environments",
     "CallCase": "dsec.wire.calls",
@@ -186,6 +194,7 @@ _NAMES: Final[dict[str, str]] = {
     "LayerUse": "dsec.wire.environments",
     "Layers": "dsec.sdk.sync",
     "LayoutTarget": "dsec.wire.images",
+    "Machines": "dsec.sdk.sync",
     "Metrics": "dsec.wire.records",
     "OciSource": "dsec.wire.environments",
     "Ownership": "dsec.wire.environments",
@@ -200,6 +209,7 @@ _NAMES: Final[dict[str, str]] = {
     "Snapshot": "dsec.sdk.sync",
     "SnapshotInfo": "dsec.wire.snapshots",
     "Snapshots": "dsec.sdk.sync",
+    "Screen": "dsec.sdk.sync",
     "Session": "dsec.sdk.sync",
     "SessionInfo": "dsec.wire.records",
     "StoreSource": "dsec.wire.environments",
@@ -208,6 +218,8 @@ _NAMES: Final[dict[str, str]] = {
     "Transfer": "dsec.sdk.transfer",
     "TtySize": "dsec.wire.records",
     "VolumeInfo": "dsec.wire.volumes",
+    "MachineInfo": "dsec.wire.machines",
+    "ScreenSize": "dsec.wire.screens",
     "VolumeMount": "dsec.core.spec",
     "Volumes": "dsec.sdk.sync",
     "Watch": "dsec.sdk.sync",

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import hashlib
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from dsec.agent.client import AgentClient
 from dsec.backends.base import Backend, Instance, InstanceSpec, Layer
 from dsec.backends.fake.backend import FakeBackend
 from dsec.backends.fake.host import FakeHost
+from dsec.backends.fullvm.images import MachineImages
 from dsec.backends.registry import BackendSettings, build_backends
 from dsec.core.ids import NodeId, new_node_id, new_sandbox_id
 from dsec.core.spec import Substrate
 from dsec.testing.hosts import Intents, instance_spec
 from dsec.testing.launchers import end_launcher, remove_cgroups
 from dsec.testing.leaks import Watched
+from dsec.testing.machines import add_machine
 from dsec.wire.agent import ClaimArgs
+from tests.system.container_images import make_root
 
 
 @dataclass(slots=True)
@@ -39,6 +46,9 @@ class BackendUnderTest:
     layers: tuple[Layer, ...] = ()  # what instances start from: with programs, or nothing but the agent
 
     claimed: bool = False  # instances were spares before
+    ready: Callable[[], object] = lambda: (
+        None
+    )  # what they begin as is made, once it is known that they can be made at all
 
     def spec(self) -> InstanceSpec:
         return instance_spec(self.substrate, node=self.node, layers=self.layers)
@@ -104,6 +114,77 @@ def _container(directory: Path) -> BackendUnderTest:
     return BackendUnderTest("container", make(), make, Substrate.CONTAINER, node, watched, clean_up=clean_up)
 
 
+@cache
+def shared_templates() -> Path:
+    """A template takes seconds to make: all tests share them, as sandboxes of a node that has run for long do."""
+    directory = Path(tempfile.mkdtemp(prefix="dsec-templates-", dir="/tmp"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
+def _microvm(directory: Path, **more: object) -> BackendUnderTest:
+    node = new_node_id()
+    run_dir, state_dir, id_dir = directory / "run", directory / "state", directory / "ids"
+    cgroup_parent = f"dsec-contract-{node}"
+    microvm: dict[str, object] = {"id_dir": id_dir, "cgroup_parent": cgroup_parent, "templates": shared_templates()}
+    settings = BackendSettings(node, run_dir, state_dir, microvm=microvm | more)
+
+    def make() -> Backend:
+        return build_backends(settings, frozenset({Substrate.MICROVM}))[Substrate.MICROVM]
+
+    def clean_up() -> None:
+        remove_cgroups(cgroup_parent)
+
+    watched = Watched(
+        markers=(str(directory).encode(),),
+        cgroups=(cgroup_parent,),
+        directories=(run_dir, state_dir / "vm" / "sandboxes"),
+        lock_directories=(id_dir,),
+    )
+    return BackendUnderTest("microvm", make(), make, Substrate.MICROVM, node, watched, clean_up=clean_up)
+
+
+@cache
+def shared_images() -> Path:
+    """Of machines: one whose disk holds a shell and a few tools."""
+    directory = shared_templates() / "images"
+    root = make_root(shared_templates() / "root", python=False)
+    try:
+        add_machine(MachineImages(directory), "test", root, Path("/var/cache/dsec/vm"))
+    finally:
+        shutil.rmtree(root)
+    return directory
+
+
+def _fullvm(directory: Path) -> BackendUnderTest:
+    node = new_node_id()
+    run_dir, state_dir, id_dir = directory / "run", directory / "state", directory / "ids"
+    cgroup_parent = f"dsec-contract-{node}"
+    fullvm: dict[str, object] = {
+        "id_dir": id_dir,
+        "cgroup_parent": cgroup_parent,
+        "templates": shared_templates() / "full",
+        "images": shared_templates() / "images",
+    }
+    settings = BackendSettings(node, run_dir, state_dir, fullvm=fullvm)
+
+    def make() -> Backend:
+        return build_backends(settings, frozenset({Substrate.FULLVM}))[Substrate.FULLVM]
+
+    def clean_up() -> None:
+        remove_cgroups(cgroup_parent)
+
+    watched = Watched(
+        markers=(str(directory).encode(),),
+        cgroups=(cgroup_parent,),
+        directories=(run_dir, state_dir),
+        lock_directories=(id_dir,),
+    )
+    return BackendUnderTest(
+        "fullvm", make(), make, Substrate.FULLVM, node, watched, clean_up=clean_up, ready=shared_images
+    )
+
+
 async def claimed(backend: Backend, spare: Instance, spec: InstanceSpec) -> Instance:
     """As the node does it: a spare that cannot be claimed is removed."""
     client: AgentClient | None = None
@@ -112,7 +193,9 @@ async def claimed(backend: Backend, spare: Instance, spec: InstanceSpec) -> Inst
         instance = await backend.claim(spare, spec)
         env = {key.encode(): value.encode() for key, value in spec.env.items()}
         workdir = None if spec.workdir is None else spec.workdir.encode()
-        await client.claim(ClaimArgs(sandbox=spec.id, env=env, user=spec.user, workdir=workdir))
+        hostname = spec.hostname if backend.capabilities.own_machine else None
+        args = ClaimArgs(sandbox=spec.id, env=env, user=spec.user, workdir=workdir, hostname=hostname)
+        await client.claim(args)
     except BaseException:
         await spare.destroy()
         raise
@@ -138,4 +221,8 @@ BACKENDS: dict[str, Callable[[Path], BackendUnderTest]] = {
     "container": _container,
     "fake, claimed": _once_spare(_fake),
     "container, claimed": _once_spare(_container),
+    "firecracker": lambda directory: _microvm(directory, monitor="firecracker"),
+    "microvm": _microvm,
+    "microvm, claimed": _once_spare(_microvm),
+    "fullvm": _fullvm,
 }

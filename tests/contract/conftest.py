@@ -85,4 +85,5 @@ async def _usable(stack: AsyncExitStack, name: str, directory: Path) -> BackendU
     probe = await under_test.backend.probe()
     if not probe.usable:
         pytest.skip(f"{name}: {probe.reason}")
+    under_test.ready()
     return under_test

@@ -30,6 +30,7 @@ from dsec.wire.node import (
     StdinWrite,
 )
 from dsec.wire.plans import PlanRequest
+from dsec.wire.screens import PressKey, ScreenInput, ScreenRequest
 from dsec.wire.snapshots import Fork, ForkRequest, Rollback, RollbackRequest, SnapshotRequest, SnapshotTake
 
 # Methods that name no sandbox: nothing of another project can be reached by them, or they are for administrators.
@@ -60,6 +61,10 @@ NO_SANDBOX = {
     Method.LAYER_GET,
     Method.LAYER_STATS,
     Method.LAYER_REMOVE,
+    Method.MACHINE_LIST,
+    Method.MACHINE_IMPORT,
+    Method.MACHINE_REMOVE,
+    Method.MACHINE_BUILD,
     Method.VOLUME_CREATE,
     Method.VOLUME_LIST,
     Method.VOLUME_GET,
@@ -94,6 +99,10 @@ def request_for(method: Method, sandbox: str, exec: str) -> Any:
     match method:
         case Method.GET | Method.DESTROY | Method.PAUSE | Method.RESUME | Method.METRICS:
             return records.SandboxRef(sandbox)
+        case Method.SCREEN_PICTURE | Method.SCREEN_VIEW:
+            return records.SandboxRef(sandbox)
+        case Method.SCREEN_ACT:
+            return ScreenInput(sandbox, ScreenRequest([PressKey(key="enter")]))
         case Method.EXEC_LIST | Method.SESSION_LIST:
             return records.SandboxRef(sandbox)
         case Method.SNAPSHOT_TAKE:

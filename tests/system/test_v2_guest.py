@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dsec.testing.guest import GuestError, GuestResult, qemu, run_in_guest
-from dsec.testing.guest_kernel import GuestKernel, GuestUnavailableError, guest_kernel
+from dsec.testing.guest_kernel import GuestUnavailableError, HostLikeKernel, guest_kernel
 from dsec.testing.processes import command_line, descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(1_800)]
@@ -61,7 +61,7 @@ DELEGATED_TESTS = ("tests/system/test_container_limits.py::test_limits_are_where
 
 
 @pytest.fixture(scope="module")
-def kernel(native_binaries: dict[str, Path]) -> GuestKernel:
+def kernel(native_binaries: dict[str, Path]) -> HostLikeKernel:
     try:
         qemu()
         return guest_kernel()
@@ -69,7 +69,7 @@ def kernel(native_binaries: dict[str, Path]) -> GuestKernel:
         pytest.skip(str(error))
 
 
-def run_tests(kernel: GuestKernel, tests: Iterable[str], *, cgroups: str, before: str = ":") -> GuestResult:
+def run_tests(kernel: HostLikeKernel, tests: Iterable[str], *, cgroups: str, before: str = ":") -> GuestResult:
     # Only what these tests need is loaded: each module costs the emulated processor its time.
     plugins = ["-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
     command = shlex.join([sys.executable, "-m", "pytest", *plugins, "--timeout", "900", "-v", *tests])
@@ -86,7 +86,7 @@ def run_tests(kernel: GuestKernel, tests: Iterable[str], *, cgroups: str, before
     return result
 
 
-def test_output_and_exit_status_come_back_and_nothing_is_written_outside(kernel: GuestKernel) -> None:
+def test_output_and_exit_status_come_back_and_nothing_is_written_outside(kernel: HostLikeKernel) -> None:
     script = f"uname -r; echo wrong >&2; echo x > {ROOT}/from-the-guest && cat {ROOT}/from-the-guest; exit 3"
 
     result = run_in_guest(kernel, ["sh", "-c", script], deadline_s=300)
@@ -96,14 +96,14 @@ def test_output_and_exit_status_come_back_and_nothing_is_written_outside(kernel:
     assert not (ROOT / "from-the-guest").exists()
 
 
-def test_a_guest_that_takes_too_long_is_ended(kernel: GuestKernel) -> None:
+def test_a_guest_that_takes_too_long_is_ended(kernel: HostLikeKernel) -> None:
     with pytest.raises(GuestError, match=r"(?s)not done after 60 s.*begun"):
         run_in_guest(kernel, ["sh", "-c", "echo begun; sleep 600"], deadline_s=60)
 
     assert not [line for pid in descendants(frozenset({os.getpid()})) if b"qemu" in (line := command_line(pid))]
 
 
-def test_containers_on_a_host_with_cgroup2_alone(kernel: GuestKernel) -> None:
+def test_containers_on_a_host_with_cgroup2_alone(kernel: HostLikeKernel) -> None:
     result = run_tests(kernel, V2_TESTS, cgroups="v2")
 
     assert result.exit_code == 0
@@ -111,7 +111,7 @@ def test_containers_on_a_host_with_cgroup2_alone(kernel: GuestKernel) -> None:
     assert b" SKIPPED" not in result.output
 
 
-def test_a_host_without_cgroup2_runs_containers_and_says_what_they_lack(kernel: GuestKernel) -> None:
+def test_a_host_without_cgroup2_runs_containers_and_says_what_they_lack(kernel: HostLikeKernel) -> None:
     doctor = shlex.join([sys.executable, "-m", "dsec.cli.main", "doctor"])
 
     result = run_tests(kernel, V1_TESTS, cgroups="v1", before=doctor)
@@ -122,14 +122,14 @@ def test_a_host_without_cgroup2_runs_containers_and_says_what_they_lack(kernel: 
     assert result.output.count(b" PASSED") >= 5
 
 
-def test_project_quota_keeps_sandboxes_and_volumes_to_their_size(kernel: GuestKernel) -> None:
+def test_project_quota_keeps_sandboxes_and_volumes_to_their_size(kernel: HostLikeKernel) -> None:
     result = run_tests(kernel, QUOTA_TESTS, cgroups="v2", before=WITH_QUOTA)
 
     assert result.exit_code == 0
     assert result.output.count(b" PASSED") == len(QUOTA_TESTS)
 
 
-def test_containers_in_a_unit_to_which_systemd_has_delegated_its_cgroups(kernel: GuestKernel) -> None:
+def test_containers_in_a_unit_to_which_systemd_has_delegated_its_cgroups(kernel: HostLikeKernel) -> None:
     result = run_tests(kernel, DELEGATED_TESTS, cgroups="v2", before=DELEGATED)
 
     assert result.exit_code == 0

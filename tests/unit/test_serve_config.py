@@ -48,7 +48,7 @@ def test_the_defaults_are_a_users_own_or_the_systems() -> None:
     expected = ("/run/dsec", "/var/lib/dsec") if os.geteuid() == 0 else ("/run/user/1/dsec", "/srv/u/.local/state/dsec")
     assert (config.run_dir, config.state_dir) == expected
     assert config.api.address() is None
-    assert config.node.substrates == (Substrate.CONTAINER,)
+    assert config.node.substrates == (Substrate.CONTAINER, Substrate.MICROVM, Substrate.FULLVM)
 
 
 def test_substrates_come_as_a_list_from_the_environment() -> None:

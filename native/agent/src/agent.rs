@@ -2,8 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixListener;
 
 use dsec_protocol::frames::FrameType;
 use dsec_protocol::frames::{CHANNEL_ERR, CHANNEL_OUT};
@@ -14,6 +12,7 @@ use dsec_sys::signals::{read_signals, signal_descriptor, CHLD, INT, KILL, TERM};
 use serde::Serialize;
 
 use crate::cgroup::WorkCgroup;
+use crate::door::Door;
 use crate::exec::guard::StartGuard;
 use crate::exec::requests::Pumped;
 use crate::exec::Execs;
@@ -22,7 +21,7 @@ use crate::link::{Link, Opening, Pending};
 use crate::processes::ProcessTable;
 use crate::refusal::{AgentError, Refusal};
 use crate::session::Sessions;
-use crate::setup::{note, Own, Setup};
+use crate::setup::{note, Entrance, Own, Setup};
 use crate::share::Score;
 use crate::streams::{Body, Stream};
 use crate::timers::{Timer, Timers};
@@ -59,12 +58,12 @@ pub struct Agent {
     pub sessions: Sessions,
     pub watches: Watches,
     pub shutting_down: bool,
+    /// A machine of its own, whose clock, randomness and name are ours to set: as its first program, or as one of its services.
+    pub has_machine: bool,
     /// Of a directory that is being listed page by page.
     pub names: Option<Kept>,
     is_init: bool,
-    listener: UnixListener,
-    /// Keeps the listening socket in the poller.
-    _listening: Source,
+    door: Door,
     signals: Source,
     pending: Vec<Pending>,
     next_pending: u32,
@@ -82,15 +81,11 @@ impl Agent {
         let signals =
             signal_descriptor(&[CHLD, TERM, INT]).map_err(AgentError::at("taking signals"))?;
         let mut signals = Source::new(&poller, signals, Token::Signals.pack());
-        let listening: OwnedFd = setup
-            .listener
-            .try_clone()
-            .map_err(AgentError::at("the listening socket"))?
-            .into();
-        let mut listening = Source::new(&poller, listening, Token::Listener.pack());
+        let has_machine = matches!(setup.entrance, Entrance::Ports { .. } | Entrance::Vsock(_));
         signals
             .want(READ)
-            .and_then(|()| listening.want(READ))
+            .map_err(AgentError::at("waiting for signals"))?;
+        let door = Door::new(&poller, setup.entrance)
             .map_err(AgentError::at("waiting for connections"))?;
         let boot_id = new_boot_id();
         Ok(Self {
@@ -109,10 +104,10 @@ impl Agent {
             watches: Watches::of(&boot_id),
             boot_id,
             shutting_down: false,
+            has_machine,
             names: None,
             is_init: setup.is_init,
-            listener: setup.listener,
-            _listening: listening,
+            door,
             signals,
             pending: Vec::new(),
             next_pending: 0,
@@ -141,6 +136,10 @@ impl Agent {
             if let Some(work) = &mut self.work {
                 work.sweep_if_due();
             }
+        }
+        if self.has_machine {
+            // The end of a first program is a panic of the kernel, which ends the machine less neatly.
+            note("ending", &dsec_sys::machine::restart());
         }
         Ok(())
     }
@@ -203,6 +202,12 @@ impl Agent {
         if let Some(exec) = self.execs.get_mut(key) {
             exec.stream = None;
         }
+    }
+
+    /// Nobody has been served yet: what tells this agent from others is made anew.
+    pub fn become_another(&mut self) {
+        self.boot_id = new_boot_id();
+        self.watches = Watches::of(&self.boot_id);
     }
 
     /// The host says how long everything stood still.
@@ -300,6 +305,7 @@ impl Agent {
     fn dispatch(&mut self, event: Ready) {
         match Token::unpack(event.token) {
             Some(Token::Listener) => self.accept(),
+            Some(Token::Bell) => self.answer_bell(),
             Some(Token::Signals) => self.take_signals(),
             Some(Token::Inotify) => self.read_changes(),
             Some(Token::Pending(number)) => self.advance_pending(number),
@@ -362,27 +368,35 @@ impl Agent {
     }
 
     fn accept(&mut self) {
-        match self.listener.accept() {
-            Ok((socket, _)) => {
-                if self.pending.len() >= PENDING_MAX {
-                    let oldest = self.pending.remove(0);
-                    self.timers.clear(Timer::Preamble(oldest.number));
-                }
-                self.next_pending += 1;
-                let number = self.next_pending;
-                let pending = socket
-                    .set_nonblocking(true)
-                    .and_then(|()| Pending::new(&self.poller, number, socket.into()));
-                match pending {
-                    Ok(pending) => {
-                        self.pending.push(pending);
-                        self.timers.set_in(Timer::Preamble(number), PREAMBLE_MS);
-                    }
-                    Err(error) => note("accepting", &error),
-                }
+        let Some(socket) = self.door.accept() else {
+            return;
+        };
+        if self.pending.len() >= PENDING_MAX {
+            let oldest = self.pending.remove(0);
+            self.timers.clear(Timer::Preamble(oldest.number));
+        }
+        self.next_pending += 1;
+        let number = self.next_pending;
+        match Pending::new(&self.poller, number, socket) {
+            Ok(pending) => {
+                self.pending.push(pending);
+                self.timers.set_in(Timer::Preamble(number), PREAMBLE_MS);
             }
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
             Err(error) => note("accepting", &error),
+        }
+    }
+
+    /// By a port there is one connection at a time: the one of before ends when the next is announced.
+    fn answer_bell(&mut self) {
+        let Some((port, mark)) = self.door.rung() else {
+            return;
+        };
+        self.end_link();
+        self.pending.clear();
+        self.next_pending += 1;
+        match Pending::by_port(&self.poller, self.next_pending, port, mark) {
+            Ok(pending) => self.pending.push(pending),
+            Err(error) => note("a serial port", &error),
         }
     }
 
@@ -395,7 +409,7 @@ impl Agent {
             Opening::Gone => self.timers.clear(Timer::Preamble(number)),
             Opening::Ready(link) => {
                 self.timers.clear(Timer::Preamble(number));
-                self.drop_link();
+                self.end_link();
                 self.link = Some(link);
             }
         }
@@ -438,8 +452,14 @@ impl Agent {
         true
     }
 
-    /// Streams end with their connection; execs and sessions do not.
+    /// From our side, or because the host has gone.
     fn drop_link(&mut self) {
+        self.end_link();
+        self.door.left();
+    }
+
+    /// Streams end with their connection; execs and sessions do not.
+    fn end_link(&mut self) {
         self.link = None;
         self.names = None;
         self.ready.clear();

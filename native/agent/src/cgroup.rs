@@ -69,6 +69,16 @@ impl WorkCgroup {
         }
     }
 
+    /// The kernel has ended something of it for memory. Only where memory is counted here.
+    pub fn was_out_of_memory(&self, cgroup: &ExecCgroup) -> bool {
+        let mut text = String::new();
+        let read = self
+            .open_file(cgroup, "memory.events", READ_NONBLOCKING)
+            .and_then(|file| file.take(PIDS_BYTES_MAX).read_to_string(&mut text));
+        let count = |line: &str| line.strip_prefix("oom_kill ")?.trim().parse::<u64>().ok();
+        read.is_ok() && text.lines().filter_map(count).any(|kills| kills > 0)
+    }
+
     /// Kills everything in it, also what is being forked.
     pub fn kill(&self, cgroup: &ExecCgroup) -> io::Result<()> {
         self.open_file(cgroup, "cgroup.kill", WRITE_ONLY)?

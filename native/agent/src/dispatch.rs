@@ -11,6 +11,7 @@ use dsec_sys::rooted::disk_space;
 use serde::Serialize;
 
 use crate::agent::Agent;
+use crate::machine;
 use crate::processes::ProcessTable;
 use crate::refusal::Refusal;
 use crate::streams::Body;
@@ -109,7 +110,7 @@ impl Agent {
     }
 
     fn operate(&mut self, stream: u32, op: &str, args: &[u8]) -> Result<Answer, Refusal> {
-        if self.config.spare && !matches!(op, "claim" | "usage" | "shutdown") {
+        if self.config.spare && !matches!(op, "claim" | "clock" | "reseed" | "usage" | "shutdown") {
             return Err(Refusal::invalid("this agent serves no sandbox yet"));
         }
         match op {
@@ -141,7 +142,7 @@ impl Agent {
             "connect" => self.op_connect(stream, args),
             "usage" => none(args).and_then(|()| self.op_usage()),
             "clock" => self.op_clock(args),
-            "reseed" => op_reseed(args),
+            "reseed" => self.op_reseed(args),
             "freeze_prepare" => self.op_freeze_prepare(args),
             "claim" => self.op_claim(args),
             "shutdown" => none(args).and_then(|()| {
@@ -261,6 +262,27 @@ impl Agent {
         self.config.env = args.env;
         self.config.user = args.user;
         self.config.workdir = args.workdir;
+        if self.has_machine {
+            machine::name(&args.hostname.unwrap_or_default())?;
+        }
+        reply(&Empty {})
+    }
+
+    /// Without a machine of our own it is mixed in without being counted as entropy, which needs no right.
+    fn op_reseed(&mut self, args: &[u8]) -> Result<Answer, Refusal> {
+        let args: ReseedArgs = decode(args)?;
+        let seed = &args.seed[..args.seed.len().min(4096)];
+        match self.has_machine {
+            true => {
+                machine::reseed(seed)?;
+                if self.config.spare {
+                    // Every clone of a template has been the same agent so far.
+                    self.become_another();
+                }
+            }
+            false => std::fs::write("/dev/urandom", seed)
+                .map_err(|e| Refusal::system("reseed_failed", "/dev/urandom", &e))?,
+        }
         reply(&Empty {})
     }
 
@@ -275,7 +297,15 @@ impl Agent {
         if !args.paused_s.is_finite() || args.paused_s < 0.0 {
             return Err(Refusal::invalid("paused_s is out of range"));
         }
-        self.clock_told((args.paused_s.min(1e9) * 1000.0) as u64);
+        if let Some(wall_s) = args.wall_s.filter(|_| self.has_machine) {
+            machine::set_clock(wall_s)?;
+        }
+        // The clock of a machine that was stopped has stood still with it.
+        let paused_s = match self.has_machine {
+            true => 0.0,
+            false => args.paused_s.min(1e9),
+        };
+        self.clock_told((paused_s * 1000.0) as u64);
         reply(&Empty {})
     }
 }
@@ -283,15 +313,6 @@ impl Agent {
 fn none(args: &[u8]) -> Result<(), Refusal> {
     let NoArgs {} = decode(args)?;
     Ok(())
-}
-
-/// Mixed in without being counted as entropy, which needs no right.
-fn op_reseed(args: &[u8]) -> Result<Answer, Refusal> {
-    let args: ReseedArgs = decode(args)?;
-    let seed = &args.seed[..args.seed.len().min(4096)];
-    std::fs::write("/dev/urandom", seed)
-        .map_err(|e| Refusal::system("reseed_failed", "/dev/urandom", &e))?;
-    reply(&Empty {})
 }
 
 fn own_rss_bytes() -> u64 {

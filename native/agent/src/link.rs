@@ -10,9 +10,10 @@ use dsec_protocol::frames::{
     PREAMBLE_MAGIC,
 };
 use dsec_protocol::opening::Empty;
-use dsec_sys::epoll::{Poller, Source, READ, WRITE};
+use dsec_sys::epoll::{Poller, Source, EACH, READ, WRITE};
 use serde::Serialize;
 
+use crate::door::Mark;
 use crate::refusal::Refusal;
 use crate::token::Token;
 
@@ -20,6 +21,9 @@ use crate::token::Token;
 const OUT_HIGH_BYTES: usize = 384 << 10;
 /// Above this no requests are read: only answers come here, and the host does not take them.
 const OUT_STALLED_BYTES: usize = 4 << 20;
+
+/// Read before a preamble is found: of a host that says hello at once.
+const SEEN_BYTES_MAX: usize = 1 << 20;
 
 pub struct Link {
     source: Source,
@@ -29,10 +33,13 @@ pub struct Link {
     pub greeted: bool,
     /// Nothing more is said after what is in `out`.
     pub closing: bool,
+    by_port: bool,
+    /// The port says that nobody is there. That may be of a connection of before, so it is no end: only the bell is.
+    alone: bool,
 }
 
 impl Link {
-    pub fn new(source: Source, echo: &[u8], rest: &[u8]) -> Self {
+    fn new(source: Source, echo: &[u8], rest: &[u8], by_port: bool) -> Self {
         let mut decoder = Decoder::default();
         decoder.feed(rest);
         Self {
@@ -42,11 +49,26 @@ impl Link {
             sent: 0,
             greeted: false,
             closing: false,
+            by_port,
+            alone: by_port,
         }
     }
 
     /// Reads once. `None`: nothing there; `Some(false)`: the host has closed.
     pub fn read(&mut self, scratch: &mut [u8]) -> io::Result<Option<bool>> {
+        let read = self.read_once(scratch)?;
+        if !self.by_port {
+            return Ok(read);
+        }
+        self.alone = self.source.is_hung_up();
+        if self.alone && read == Some(true) {
+            // There may be more, and each thing is told once now: `flush` asks anew.
+            self.source.want(0)?;
+        }
+        Ok(read.filter(|more| *more))
+    }
+
+    fn read_once(&mut self, scratch: &mut [u8]) -> io::Result<Option<bool>> {
         if let Some(room) = self.decoder.room() {
             let count = self.source.read(room)?;
             self.decoder.filled(count.unwrap_or(0));
@@ -151,6 +173,9 @@ impl Link {
         if self.waiting_bytes() > 0 {
             interest |= WRITE;
         }
+        if self.alone {
+            interest |= EACH;
+        }
         self.source.want(interest)
     }
 }
@@ -160,6 +185,9 @@ pub struct Pending {
     pub number: u32,
     source: Source,
     seen: Vec<u8>,
+    /// By a serial port: what comes before this is of a connection of before.
+    mark: Option<Mark>,
+    by_port: bool,
 }
 
 pub enum Opening {
@@ -176,15 +204,30 @@ impl Pending {
             number,
             source,
             seen: Vec::new(),
+            mark: None,
+            by_port: false,
+        })
+    }
+
+    /// One that begins after `mark` on a port. There may be nobody at its other end yet, which is no end of it.
+    pub fn by_port(poller: &Poller, number: u32, port: OwnedFd, mark: Mark) -> io::Result<Self> {
+        let mut source = Source::new(poller, port, Token::Pending(number).pack());
+        source.want(READ | EACH)?;
+        Ok(Self {
+            number,
+            source,
+            seen: Vec::new(),
+            mark: Some(mark),
+            by_port: true,
         })
     }
 
     /// Reads once and discards what cannot be part of a preamble.
     pub fn advance(mut self, scratch: &mut [u8]) -> Opening {
-        match self.source.read(scratch) {
-            Ok(None) => return Opening::Waiting(self),
-            Ok(Some(count)) if count > 0 => self.seen.extend_from_slice(&scratch[..count]),
-            _ => return Opening::Gone,
+        match self.read(scratch) {
+            Ok(true) => {}
+            Ok(false) => return Opening::Waiting(self),
+            Err(_) => return Opening::Gone,
         }
         let magic = self
             .seen
@@ -202,8 +245,49 @@ impl Pending {
         let (echo, rest) = self.seen.split_at(PREAMBLE_BYTES);
         let (echo, rest) = (echo.to_vec(), rest.to_vec());
         match self.source.retarget(Token::Link.pack()) {
-            Ok(()) => Opening::Ready(Box::new(Link::new(self.source, &echo, &rest))),
+            Ok(()) => Opening::Ready(Box::new(Link::new(self.source, &echo, &rest, self.by_port))),
             Err(_) => Opening::Gone,
+        }
+    }
+
+    /// False while there is nothing to look at. An end is an error, but at a port, where it may be that of a connection of before.
+    fn read(&mut self, scratch: &mut [u8]) -> io::Result<bool> {
+        if !self.by_port {
+            return match self.source.read(scratch)? {
+                None => Ok(false),
+                Some(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+                Some(count) => {
+                    self.seen.extend_from_slice(&scratch[..count]);
+                    Ok(true)
+                }
+            };
+        }
+        // All that is there: each thing is told once. More than a beginning is nobody's of ours.
+        while self.seen.len() < SEEN_BYTES_MAX {
+            match self.source.read(scratch)? {
+                None | Some(0) => break,
+                Some(count) => self.seen.extend_from_slice(&scratch[..count]),
+            }
+            self.skip_to_mark();
+        }
+        Ok(self.mark.is_none())
+    }
+
+    fn skip_to_mark(&mut self) {
+        let Some(mark) = &self.mark else {
+            return;
+        };
+        let start = self
+            .seen
+            .windows(mark.len())
+            .position(|window| window == mark);
+        let done = match start {
+            Some(start) => start + mark.len(),
+            None => self.seen.len().saturating_sub(mark.len() - 1),
+        };
+        self.seen.drain(..done);
+        if start.is_some() {
+            self.mark = None;
         }
     }
 }

@@ -83,7 +83,10 @@ impl AgentError {
 impl fmt::Display for AgentError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Usage => write!(f, "usage: dsec-agent --listen PATH | --fd"),
+            Self::Usage => write!(
+                f,
+                "usage: dsec-agent --listen PATH | --fd | --ports DATA BELL | --vsock PORT"
+            ),
             Self::Missing(what) => write!(f, "{what} was not handed over"),
             Self::Config(error) => write!(f, "reading the configuration: {error}"),
             Self::System { attempt, source } => write!(f, "{attempt}: {source}"),

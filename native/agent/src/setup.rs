@@ -1,9 +1,10 @@
 //! What the agent is given at its start (protocol section 7), and what it finds out about itself.
 
+use std::ffi::OsStr;
 use std::fs::{File, Permissions};
 use std::io::{Read, Seek};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
@@ -11,9 +12,10 @@ use dsec_protocol::codec::decode;
 use dsec_protocol::opening::AgentConfig;
 use dsec_sys::errno::errno_name;
 use dsec_sys::identity;
-use dsec_sys::pipes::inherited;
+use dsec_sys::pipes::{inherited, O_NONBLOCK};
 use dsec_sys::process::{become_subreaper, raise_open_files, set_umask};
 use dsec_sys::rights;
+use dsec_sys::sockets::listen_vsock;
 
 use crate::cgroup::WorkCgroup;
 use crate::refusal::AgentError;
@@ -22,13 +24,23 @@ use crate::share::Score;
 const CONFIG_BYTES_MAX: u64 = 4 << 20;
 
 pub struct Setup {
-    pub listener: UnixListener,
+    pub entrance: Entrance,
     pub work: Option<WorkCgroup>,
     pub config: AgentConfig,
     pub own: Own,
     pub score: Score,
     /// Pid 1 of a sandbox: ends only by `shutdown`.
     pub is_init: bool,
+}
+
+/// Where the host comes in.
+pub enum Entrance {
+    /// A listening socket.
+    Socket(OwnedFd),
+    /// Of a virtual machine: a listening socket for its host.
+    Vsock(OwnedFd),
+    /// Of a virtual machine: a serial port for everything, and one for the beginning of each connection (section 8).
+    Ports { data: OwnedFd, bell: OwnedFd },
 }
 
 /// Facts about this process that do not change.
@@ -55,14 +67,21 @@ pub fn read_setup() -> Result<Setup, AgentError> {
     // First: of what is opened below, something may get this number. Without it commands stay as likely to be ended for
     // memory as we are.
     let score = is_init.then(|| inherited(6)).flatten().map(File::from);
-    let (listener, work, config) = match arguments.as_slice() {
-        [flag, path] if flag == "--listen" => (listen(Path::new(path))?, None, stand_alone()),
-        [flag] if flag == "--fd" => handed_over()?,
+    let (entrance, (work, config)) = match arguments.as_slice() {
+        [flag, path] if flag == "--listen" => {
+            (socket(listen(Path::new(path))?)?, (None, stand_alone()))
+        }
+        [flag] if flag == "--fd" => {
+            let listener =
+                inherited(3).ok_or(AgentError::Missing("descriptor 3, the listening socket"))?;
+            (socket(UnixListener::from(listener))?, handed_over()?)
+        }
+        [flag, port] if flag == "--vsock" => (vsock(port)?, handed_over()?),
+        [flag, data, bell] if flag == "--ports" => {
+            (ports(Path::new(data), Path::new(bell))?, handed_over()?)
+        }
         _ => return Err(AgentError::Usage),
     };
-    listener
-        .set_nonblocking(true)
-        .map_err(AgentError::at("setting the listening socket"))?;
     if !is_init {
         become_subreaper().map_err(AgentError::at("becoming a subreaper"))?;
     }
@@ -74,7 +93,7 @@ pub fn read_setup() -> Result<Setup, AgentError> {
             .map_err(AgentError::at("setting the saved group id"))?;
     }
     Ok(Setup {
-        listener,
+        entrance,
         work,
         config,
         own,
@@ -105,21 +124,46 @@ fn stand_alone() -> AgentConfig {
     }
 }
 
-type HandedOver = (UnixListener, Option<WorkCgroup>, AgentConfig);
+fn socket(listener: UnixListener) -> Result<Entrance, AgentError> {
+    listener
+        .set_nonblocking(true)
+        .map_err(AgentError::at("setting the listening socket"))?;
+    Ok(Entrance::Socket(listener.into()))
+}
+
+fn vsock(port: &OsStr) -> Result<Entrance, AgentError> {
+    let port = port.to_str().and_then(|text| text.parse().ok());
+    listen_vsock(port.ok_or(AgentError::Usage)?)
+        .map(Entrance::Vsock)
+        .map_err(AgentError::at("listening to the host"))
+}
+
+fn ports(data: &Path, bell: &Path) -> Result<Entrance, AgentError> {
+    let open = |path: &Path| {
+        File::options()
+            .read(true)
+            .write(true)
+            .custom_flags(O_NONBLOCK)
+            .open(path)
+            .map(OwnedFd::from)
+            .map_err(AgentError::at("opening a serial port"))
+    };
+    Ok(Entrance::Ports {
+        data: open(data)?,
+        bell: open(bell)?,
+    })
+}
+
+type HandedOver = (Option<WorkCgroup>, AgentConfig);
 
 fn handed_over() -> Result<HandedOver, AgentError> {
-    let socket = inherited(3).ok_or(AgentError::Missing("descriptor 3, the listening socket"))?;
     let directory: Option<OwnedFd> = inherited(4);
     let config = inherited(5).ok_or(AgentError::Missing("descriptor 5, the configuration"))?;
     let work = directory
         .map(|fd| WorkCgroup::open(&fd))
         .transpose()
         .map_err(AgentError::at("opening work/ of the cgroup"))?;
-    Ok((
-        UnixListener::from(socket),
-        work,
-        read_config(config.into())?,
-    ))
+    Ok((work, read_config(config.into())?))
 }
 
 fn read_config(mut file: File) -> Result<AgentConfig, AgentError> {

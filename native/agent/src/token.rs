@@ -3,6 +3,7 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Token {
     Listener,
+    Bell,
     Signals,
     Inotify,
     /// A connection that has not shown its preamble.
@@ -39,6 +40,7 @@ impl Token {
             Self::HelperData(owner) => (13, owner),
             Self::HelperReport(owner) => (14, owner),
             Self::Socket(owner) => (15, owner),
+            Self::Bell => (16, 0),
         };
         (kind << 32) | u64::from(owner)
     }
@@ -61,6 +63,7 @@ impl Token {
             13 => Self::HelperData(owner),
             14 => Self::HelperReport(owner),
             15 => Self::Socket(owner),
+            16 => Self::Bell,
             _ => return None,
         })
     }

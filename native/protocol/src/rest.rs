@@ -56,10 +56,13 @@ pub struct ReseedArgs {
 #[serde(deny_unknown_fields)]
 pub struct ClaimArgs {
     pub sandbox: String,
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<ByteBuf, ByteBuf>,
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
-    #[serde(default, with = "serde_bytes")]
+    #[serde(default, with = "serde_bytes", skip_serializing_if = "Option::is_none")]
     pub workdir: Option<Vec<u8>>,
+    /// Of a machine of its own; elsewhere who made it has named it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hostname: Option<String>,
 }

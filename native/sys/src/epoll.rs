@@ -7,6 +7,8 @@ use crate::result::check;
 
 pub const READ: u32 = libc::EPOLLIN as u32;
 pub const WRITE: u32 = libc::EPOLLOUT as u32;
+/// Told once for each thing that happens, and not for as long as it lasts: for what may have been hung up for long.
+pub const EACH: u32 = libc::EPOLLET as u32;
 pub const HANGUP: u32 = (libc::EPOLLHUP | libc::EPOLLERR) as u32;
 
 pub struct Poller {
@@ -110,6 +112,18 @@ impl Source {
         self.want(0)?;
         self.token = token;
         self.want(interest)
+    }
+
+    /// There is nobody at its other end just now.
+    pub fn is_hung_up(&self) -> bool {
+        let mut look = libc::pollfd {
+            fd: self.fd.as_raw_fd(),
+            events: 0,
+            revents: 0,
+        };
+        // SAFETY: the record is valid during the call, which does not wait.
+        let found = unsafe { libc::poll(&raw mut look, 1, 0) };
+        found > 0 && look.revents & (libc::POLLHUP | libc::POLLERR) != 0
     }
 
     /// `None` when it would block; 0 at the end.

@@ -63,6 +63,45 @@ pub fn send_with(
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
+/// Some bytes, and the first descriptor that comes with them. Waits for them.
+pub fn receive_with(
+    socket: &impl AsRawFd,
+    bytes: &mut [u8],
+) -> io::Result<(usize, Option<OwnedFd>)> {
+    let mut part = libc::iovec {
+        iov_base: bytes.as_mut_ptr().cast(),
+        iov_len: bytes.len(),
+    };
+    let mut room = [MaybeUninit::<libc::cmsghdr>::zeroed(); 8];
+    // SAFETY: a zeroed msghdr is an empty one. Bytes and room outlive the call, and their lengths are given. The kernel has written
+    // headers that lie in the room; each descriptor in them is new and ours.
+    unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        message.msg_iov = &raw mut part;
+        message.msg_iovlen = 1;
+        message.msg_control = room.as_mut_ptr().cast();
+        message.msg_controllen = size_of_val(&room);
+        let count = libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC);
+        let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
+        let mut found = Vec::new();
+        let mut header = libc::CMSG_FIRSTHDR(&raw const message);
+        while !header.is_null() {
+            let head = *header;
+            if head.cmsg_level == libc::SOL_SOCKET && head.cmsg_type == libc::SCM_RIGHTS {
+                let length = head.cmsg_len - libc::CMSG_LEN(0) as usize;
+                let data = libc::CMSG_DATA(header).cast::<RawFd>();
+                for number in 0..length / size_of::<RawFd>() {
+                    found.push(OwnedFd::from_raw_fd(std::ptr::read_unaligned(
+                        data.add(number),
+                    )));
+                }
+            }
+            header = libc::CMSG_NXTHDR(&raw const message, header);
+        }
+        Ok((count, found.into_iter().next()))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs::File;
@@ -72,30 +111,6 @@ mod tests {
     use super::*;
     use crate::pipes::new_pipe;
 
-    /// The receiving side is a program of others: here it is done as they do it.
-    fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> (usize, Option<OwnedFd>) {
-        let mut part = libc::iovec {
-            iov_base: bytes.as_mut_ptr().cast(),
-            iov_len: bytes.len(),
-        };
-        let mut room = [0u64; 16];
-        // SAFETY: as in `send_with`.
-        unsafe {
-            let mut message: libc::msghdr = std::mem::zeroed();
-            message.msg_iov = &raw mut part;
-            message.msg_iovlen = 1;
-            message.msg_control = room.as_mut_ptr().cast();
-            message.msg_controllen = size_of_val(&room);
-            let count = libc::recvmsg(socket.as_raw_fd(), &raw mut message, 0);
-            let header = libc::CMSG_FIRSTHDR(&raw const message);
-            let found = (!header.is_null()).then(|| {
-                let raw = std::ptr::read_unaligned(libc::CMSG_DATA(header).cast::<RawFd>());
-                OwnedFd::from_raw_fd(raw)
-            });
-            (usize::try_from(count).unwrap(), found)
-        }
-    }
-
     #[test]
     fn a_descriptor_arrives_with_its_bytes() {
         let (ours, theirs) = socket_pair().unwrap();
@@ -103,7 +118,7 @@ mod tests {
 
         let sent = send_with(&ours, b"text", &[pipe.write.as_fd()]).unwrap();
         let mut bytes = [0; 16];
-        let (count, found) = receive(&theirs, &mut bytes);
+        let (count, found) = receive_with(&theirs, &mut bytes).unwrap();
         File::from(found.unwrap()).write_all(b"through").unwrap();
         drop(pipe.write);
 

@@ -10,6 +10,8 @@ pub struct Pipe {
     pub write: OwnedFd,
 }
 
+pub const O_NONBLOCK: i32 = libc::O_NONBLOCK;
+
 pub fn new_pipe() -> io::Result<Pipe> {
     let mut fds = [0; 2];
     // SAFETY: `fds` holds two descriptors; on success both are new and ours.

@@ -1,4 +1,4 @@
-//! Connecting without waiting.
+//! Connecting without waiting, and waiting for those who connect.
 
 use std::io;
 use std::mem::size_of;
@@ -6,6 +6,8 @@ use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use crate::result::check;
+
+const BACKLOG: libc::c_int = 16;
 
 /// A connection that is made or under way: wait until it is writable, then ask `connect_error`.
 pub fn connect_tcp(address: SocketAddr) -> io::Result<OwnedFd> {
@@ -100,5 +102,28 @@ pub fn shutdown_write(fd: &impl AsRawFd) -> io::Result<()> {
     match check(unsafe { libc::shutdown(fd.as_raw_fd(), libc::SHUT_WR) }) {
         Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(()),
         done => done.map(drop),
+    }
+}
+
+/// A listening socket of this machine for its host (vsock(7)). Reading it never waits.
+pub fn listen_vsock(port: u32) -> io::Result<OwnedFd> {
+    let record = libc::sockaddr_vm {
+        svm_family: libc::AF_VSOCK as u16,
+        svm_reserved1: 0,
+        svm_port: port,
+        svm_cid: libc::VMADDR_CID_ANY,
+        svm_zero: [0; 4],
+    };
+    let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+    // SAFETY: the record lives through the call and has the length given; the descriptor is new and ours.
+    unsafe {
+        let fd = OwnedFd::from_raw_fd(check(libc::socket(libc::AF_VSOCK, kind, 0))?);
+        check(libc::bind(
+            fd.as_raw_fd(),
+            (&raw const record).cast(),
+            size_of::<libc::sockaddr_vm>() as libc::socklen_t,
+        ))?;
+        check(libc::listen(fd.as_raw_fd(), BACKLOG))?;
+        Ok(fd)
     }
 }

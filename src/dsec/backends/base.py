@@ -34,9 +34,12 @@ class Capabilities:
     memory_limit: bool = False
     cpu_limit: bool = False
     pids_limit: bool = False
+    own_machine: bool = False  # its clock, its randomness and its name are its own, and for its agent to set
     warm: bool = False  # instances can be made before anybody asks, and claimed (`shape`, `claim`)
     disk_limit: str | None = None  # mechanism: "project", "image", "tmpfs"; None: not enforced
     disk_limit_reason: str = ""  # why it is none, or no cheaper one
+    screen: bool = False  # instances have one (`backends.machines.HasScreen`), and a keyboard and a mouse
+    layers: bool = True  # instances are made of an environment's layers; else of a machine image of that name
     volumes: bool = False  # directories of the node can be mounted into instances
     devices: bool = False  # devices of the host can be given to instances
     resource_view: str = "host"  # live | static | host (ruling 16)
@@ -102,6 +105,10 @@ class InstanceSpec:
     background: bool = False  # runs when no other instance of the node wants the processor
     cpus: str | None = None  # such as "0-3,8": on these processors alone
     devices: tuple[DeviceNode, ...] = ()
+
+    @property
+    def hostname(self) -> str:
+        return (self.spec.name or self.id.replace("_", "-")).lower()[:63].rstrip("-.")
 
 
 @dataclass(frozen=True, slots=True)

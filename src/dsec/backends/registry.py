@@ -19,6 +19,8 @@ class BackendSettings:
     run_dir: Path
     state_dir: Path
     container: dict[str, object] | None = None  # fields of ContainerConfig besides the directories
+    microvm: dict[str, object] | None = None  # fields of MicrovmConfig besides the directories
+    fullvm: dict[str, object] | None = None  # fields of FullvmConfig besides the directories
 
 
 def _container(settings: BackendSettings) -> Backend:
@@ -30,6 +32,24 @@ def _container(settings: BackendSettings) -> Backend:
     return ContainerBackend(config, node=settings.node)
 
 
+def _microvm(settings: BackendSettings) -> Backend:
+    from dsec.backends.microvm.backend import MicrovmBackend
+    from dsec.backends.microvm.config import MicrovmConfig
+
+    extra = settings.microvm or {}
+    config = MicrovmConfig(run_dir=settings.run_dir, state_dir=settings.state_dir, **extra)  # type: ignore[arg-type]
+    return MicrovmBackend(config, node=settings.node)
+
+
+def _fullvm(settings: BackendSettings) -> Backend:
+    from dsec.backends.fullvm.backend import FullvmBackend
+    from dsec.backends.fullvm.config import FullvmConfig
+
+    extra = settings.fullvm or {}
+    config = FullvmConfig(run_dir=settings.run_dir, state_dir=settings.state_dir, **extra)  # type: ignore[arg-type]
+    return FullvmBackend(config, node=settings.node)
+
+
 def _fake(settings: BackendSettings) -> Backend:
     from dsec.backends.fake.backend import FakeBackend
 
@@ -39,6 +59,8 @@ def _fake(settings: BackendSettings) -> Backend:
 # Imported when built: a node that offers containers only does not load the others.
 _BUILDERS: dict[Substrate, Callable[[BackendSettings], Backend]] = {
     Substrate.CONTAINER: _container,
+    Substrate.MICROVM: _microvm,
+    Substrate.FULLVM: _fullvm,
     Substrate.FAKE: _fake,
 }
 

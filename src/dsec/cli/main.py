@@ -26,9 +26,11 @@ from dsec.cli import (
     layers,
     lists,
     logs,
+    machines,
     manual,
     processes,
     projects,
+    screens,
     service,
     shell,
     snapshots,
@@ -119,6 +121,8 @@ app.add_typer(layers.app, name="layer")
 app.add_typer(images.app, name="image")
 app.add_typer(snapshots.app, name="snapshot")
 app.add_typer(volumes.app, name="volume")
+app.add_typer(machines.app, name="vm")
+app.add_typer(screens.app, name="screen")
 app.add_typer(tokens.app, name="token")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(projects.app, name="project")

@@ -5,21 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
+
+from dsec.cli.page import OF_SERVICE, Page
+from dsec.cli.page_of_clusters import CLUSTER
+from dsec.cli.page_of_machines import MACHINES
 
 if TYPE_CHECKING:
     import typer
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    text: str = ""  # paragraphs, after the command's first sentence
-    examples: tuple[tuple[str, str], ...] = ()  # what is typed, what it does
-    json: str = ""  # what --json answers
-    exits: Mapping[int, str] = field(default_factory=dict)  # beside those of every command
-
 
 EXITS: Final = {
     0: "done",
@@ -32,7 +26,6 @@ _OF_COMMANDS: Final = {
     126: "the program cannot be run",
     127: "the program is not there",
 }
-_OF_SERVICE: Final = {1: "it cannot be done on this machine now; the error says why"}
 _RESULT: Final = (
     "one object with sandbox, exec, status, exit_code, signal, cause, timed_out, stdout, stderr, truncated, gaps and "
     "usage"
@@ -125,14 +118,14 @@ PAGES: Final[dict[str, Page]] = {
             ("dsec up --listen 127.0.0.1:8080", "also on TCP; `dsec token create` makes the tokens"),
         ),
         "with --detach: pid, socket and log",
-        _OF_SERVICE,
+        OF_SERVICE,
     ),
     "down": Page(
         "Requests under way get their grace. With --destroy all sandboxes are destroyed first, and everything that "
         "outlives the service is removed. Nothing to stop is fine.",
         (("dsec down", "stop it; sandboxes run on"), ("dsec down --destroy", "end everything")),
         "pid (null: nothing ran), destroyed, sandboxes (that run on)",
-        _OF_SERVICE,
+        OF_SERVICE,
     ),
     "doctor": Page(
         "When a service answers, it is asked. When none does, this machine is examined from outside and no service is "
@@ -420,6 +413,7 @@ PAGES: Final[dict[str, Page]] = {
         (("dsec gc --dry-run", "what would go, and why"), ("dsec gc", "remove it")),
         "a GcReport record",
     ),
+    **MACHINES,
     "volume create": Page(
         "It belongs to your project and outlives sandboxes. With --size no more can be written in it, in bytes and in "
         "files; refused where that cannot be kept. --owner for images whose programs do not run as root. Needs the "
@@ -466,66 +460,7 @@ PAGES: Final[dict[str, Page]] = {
     "token rm": Page(
         "", (("dsec token rm tok_0123456789abcdef", "from the next request on"),), "revoked: a list of ids"
     ),
-    "api": Page(
-        "It finds the nodes through NATS, and any other replica can answer in its place. It listens at a socket in its "
-        "run directory and, with --listen, on TCP. [cluster] in the configuration holds what flags leave out.",
-        (("dsec api --join tls://nats-1:4222 --listen 0.0.0.0:8080 …", "a replica, with a certificate for callers"),),
-        "its errors",
-        _OF_SERVICE,
-    ),
-    "node": Page(
-        "It joins under the id in its identity, and serves API replicas alone. Without NATS its sandboxes run on and "
-        "are served; it takes nothing new. When another process joins under its id, it ends.",
-        (("dsec node --join tls://nats-1:4222 --advertise 10.0.0.5:7373", "join, and say where replicas reach it"),),
-        "its errors",
-        _OF_SERVICE,
-    ),
-    "watcher": Page(
-        "A node that has not been heard of for 30 seconds, and 10 more, is declared lost. While NATS is away, or many "
-        "nodes go at once, none is.",
-        (("dsec watcher --join tls://nats-1:4222", "one of any number"),),
-        "its errors",
-        _OF_SERVICE,
-    ),
-    "cluster init": Page(
-        "Who has this directory can make nodes and replicas: it belongs on an operator's machine, and into a backup.",
-        (("dsec cluster init ~/dsec-keys", "once for each cluster"),),
-        "authority, unit",
-        _OF_SERVICE,
-    ),
-    "cluster issue": Page(
-        "The directory is copied to the machine as /etc/dsec/identity. A node gets a new id, unless one is named: then "
-        "it gets a certificate and credentials that are good for longer.",
-        (
-            ("dsec cluster issue nats nats-1 nats-1 10.0.0.2 --authority ~/dsec-keys", "for a NATS server"),
-            ("dsec cluster issue api api-1 --authority ~/dsec-keys", "for a replica, or a watcher"),
-            ("dsec cluster issue node worker-7 --authority ~/dsec-keys", "for a new node"),
-        ),
-        "identity, of, and of a node its id",
-        _OF_SERVICE,
-    ),
-    "cluster nodes": Page(
-        "",
-        (("dsec cluster nodes", "who is here, away, lost or retired, and what is wanted of each"),),
-        "nodes: node, state, wanted, note, term, joined_s_ago, address, substrates, labels, version",
-        _OF_SERVICE,
-    ),
-    "cluster cordon": Page(
-        "", (("dsec cluster cordon k7m2p4qz --note 'disk swap'", "until `serve`"),), "node, wanted", _OF_SERVICE
-    ),
-    "cluster drain": Page(
-        "Its sandboxes end as their callers end them, or by their times to live.",
-        (("dsec cluster drain k7m2p4qz", "before it goes away"),),
-        "node, wanted",
-        _OF_SERVICE,
-    ),
-    "cluster serve": Page("", (("dsec cluster serve k7m2p4qz", "after cordon or drain"),), "node, wanted", _OF_SERVICE),
-    "cluster retire": Page(
-        "Who asks for one of its sandboxes is told that it is gone. Its machine can join again under a new identity.",
-        (("dsec cluster retire k7m2p4qz", "a machine that does not come back"),),
-        "node, wanted",
-        _OF_SERVICE,
-    ),
+    **CLUSTER,
     "completion": Page(
         "Prints a script that completes commands, options, sandboxes, environments and commands on record. It asks the "
         "service, if one answers, for a second at most.",

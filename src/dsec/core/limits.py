@@ -137,6 +137,17 @@ BUILD_LOG_LINE_BYTES_MAX: Final = 2_000  # what a package says while it is set u
 BUILDS_MAX: Final = 4  # at once in one process: each may take a core and gigabytes of disk
 BUILD_TIMEOUT_S_DEFAULT: Final = 3_600.0  # a large set of packages over a slow line
 
+# Full machines
+MACHINE_IMAGES_MAX: Final = 1_000  # of one node; each is gigabytes of disk
+MACHINE_SYSTEM_BYTES_MIN: Final = 4 * GIB  # a desktop takes a good 1 GiB, and its own packages go beside it
+MACHINE_DISK_BYTES_MIN: Final = 512  # a boot sector is a disk
+MACHINE_COMMAND_LINE_BYTES_MAX: Final = 2_048  # what the kernel of a machine reads of it on every processor
+MACHINE_BOOT_WAIT_S_MAX: Final = 1_800.0  # a system that installs itself first; longer than that it is not awaited
+SCREEN_BYTES_MAX: Final = 64 * MIB  # of one picture: 2560x1600 in four bytes, and room
+SCREEN_ACTIONS_MAX: Final = 1_000  # of one request; each takes some milliseconds
+SCREEN_TEXT_BYTES_MAX: Final = 4_000  # typed by one request: at 30 ms for each press and release that is minutes
+SCREEN_STEPS_MAX: Final = 20_000  # presses and moves of one request, at 30 ms each ten minutes
+
 # Calls
 CALL_WALL_S_DEFAULT: Final = 10.0  # one run: what reward functions and judge cases stay below
 CALL_WALL_S_MAX: Final = 3_600.0  # an hour; what runs longer wants a sandbox of its own

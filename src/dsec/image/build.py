@@ -10,6 +10,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from dsec.core.errors import (
@@ -34,6 +35,7 @@ from dsec.wire.environments import (
     BuildRequest,
     DebianSource,
     EnvironmentInfo,
+    MachineBuild,
     OciSource,
     PushRequest,
     is_on_node,
@@ -41,10 +43,15 @@ from dsec.wire.environments import (
 from dsec.wire.errors import error_of
 from dsec.wire.images import ExportedImage, ExportRequest
 from dsec.wire.layers import CollapseRequest
+from dsec.wire.machines import MachineInfo
 
 _LINE_BYTES_MAX: Final = 32 * MIB  # `done` holds the configuration of an image, escaped
 _RETRY_AFTER_S: Final = 10.0
 _EVENTS_QUEUED_MAX: Final = 1_000
+
+
+Done = EnvironmentInfo | ExportedImage | MachineInfo
+"""What a worker has made."""
 
 
 async def build(
@@ -139,6 +146,25 @@ async def collapse(
     return _environment(await _bounded(store, job, f"collapsing {request.name!r}", progress, timeout_s))
 
 
+async def build_machine(
+    store: EnvironmentStore,
+    request: MachineBuild,
+    target: Path,
+    progress: Callable[[BuildEvent], None] = lambda event: None,
+    *,
+    timeout_s: float = BUILD_TIMEOUT_S_DEFAULT,
+) -> MachineInfo:
+    """Fills the directory with what a full machine begins as. What is in it after an error is the caller's to remove.
+
+    Raises what the packages raise, CapacityError when too many builds run, or for the disk, DeadlineError.
+    """
+    job = Job(os.fspath(store.state), machine=request, target=os.fspath(target))
+    done = await _bounded(store, job, f"building {request.name!r}", progress, timeout_s)
+    if not isinstance(done, MachineInfo):
+        raise StorageError("the build process says that it has done something else")
+    return done
+
+
 def _held(store: EnvironmentStore, name: str) -> Lease:
     return store.acquire(Environment(base=name), collapsed=False)[1]
 
@@ -212,8 +238,18 @@ async def collapse_events(
             yield event
 
 
+async def machine_events(
+    store: EnvironmentStore, request: MachineBuild, target: Path, *, timeout_s: float = BUILD_TIMEOUT_S_DEFAULT
+) -> AsyncGenerator[BuildEvent]:
+    """`build_machine` as a stream, as `build_events` is."""
+    work = partial(build_machine, store, request, target, timeout_s=timeout_s)
+    async with aclosing(_events(work)) as events:
+        async for event in events:
+            yield event
+
+
 async def _events(
-    work: Callable[[Callable[[BuildEvent], None]], Awaitable[EnvironmentInfo | ExportedImage]],
+    work: Callable[[Callable[[BuildEvent], None]], Awaitable[Done]],
 ) -> AsyncGenerator[BuildEvent]:
     queue: asyncio.Queue[BuildEvent] = asyncio.Queue(_EVENTS_QUEUED_MAX)
 
@@ -224,8 +260,7 @@ async def _events(
     async def run() -> None:
         try:
             done = await work(put)
-            exported = done if isinstance(done, ExportedImage) else None
-            last = BuildEvent(kind="done", environment=None if exported else _environment(done), exported=exported)
+            last = _told(done)
         except Exception as error:
             last = error_event(error)
         await queue.put(last)
@@ -243,6 +278,14 @@ async def _events(
             await task
 
 
+def _told(done: Done) -> BuildEvent:
+    if isinstance(done, ExportedImage):
+        return BuildEvent(kind="done", exported=done)
+    if isinstance(done, MachineInfo):
+        return BuildEvent(kind="done", machine=done)
+    return BuildEvent(kind="done", environment=done)
+
+
 async def _bounded(
     store: EnvironmentStore,
     job: Job,
@@ -251,7 +294,7 @@ async def _bounded(
     timeout_s: float,
     *,
     files: tuple[int, ...] = (),
-) -> EnvironmentInfo | ExportedImage:
+) -> Done:
     """One worker process among those that may run at once, for as long as it may take."""
     if store.builds_running >= BUILDS_MAX:
         raise CapacityError(
@@ -267,7 +310,7 @@ async def _bounded(
         store.builds_running -= 1
 
 
-def _environment(done: EnvironmentInfo | ExportedImage) -> EnvironmentInfo:
+def _environment(done: Done) -> EnvironmentInfo:
     if not isinstance(done, EnvironmentInfo):
         raise StorageError("the build process says that it has done something else")
     return done
@@ -285,7 +328,7 @@ def _ready(store: EnvironmentStore, request: BuildRequest) -> EnvironmentInfo | 
 
 async def _supervise(
     store: EnvironmentStore, job: Job, progress: Callable[[BuildEvent], None], files: tuple[int, ...]
-) -> EnvironmentInfo | ExportedImage:
+) -> Done:
     process = await asyncio.create_subprocess_exec(
         *_command(),
         stdin=asyncio.subprocess.PIPE,
@@ -316,9 +359,7 @@ def _command() -> list[str]:
     return [unshare, "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc", *worker]
 
 
-async def _follow(
-    process: Process, job: Job, progress: Callable[[BuildEvent], None]
-) -> EnvironmentInfo | ExportedImage | None:
+async def _follow(process: Process, job: Job, progress: Callable[[BuildEvent], None]) -> Done | None:
     """The result that the worker tells; None when it ends without one. Raises the error that it tells."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -330,7 +371,7 @@ async def _follow(
             event = codec.from_json(line, BuildEvent)
         except InvalidArgumentError:
             continue  # a program of the build wrote to its own stdout
-        if event.kind == "done" and (done := event.environment or event.exported) is not None:
+        if event.kind == "done" and (done := event.environment or event.exported or event.machine) is not None:
             return done
         if event.kind == "error" and event.error is not None:
             raise error_of(event.error)

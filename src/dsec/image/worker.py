@@ -24,6 +24,7 @@ from dsec.image.collapse import collapse_now
 from dsec.image.environments import EnvironmentStore, environment_info
 from dsec.image.export.run import export_now
 from dsec.image.imported import Importer
+from dsec.image.machines import build_machine
 from dsec.image.make import Report, log, make_layer, progress, typed
 from dsec.image.published import ImageRecord, read_image
 from dsec.image.records import BuildRecord, EnvironmentRecord, ImageConfig
@@ -44,6 +45,7 @@ from dsec.wire.environments import (
     EnvironmentInfo,
     GitSource,
     ImageSource,
+    MachineBuild,
     OciSource,
     Ownership,
     PushRequest,
@@ -54,6 +56,7 @@ from dsec.wire.environments import (
 from dsec.wire.errors import body_of
 from dsec.wire.images import ExportedImage, ExportRequest
 from dsec.wire.layers import CollapseRequest
+from dsec.wire.machines import MachineInfo
 
 _NICENESS: Final = 5  # running sandboxes come first
 _PROXIES: Final = ("http_proxy", "https_proxy", "no_proxy")
@@ -63,10 +66,12 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the parent sends."""
 
     state: str
-    build: BuildRequest | None = None  # one of the four
+    build: BuildRequest | None = None  # one of these
     push: PushRequest | None = None
     export: ExportRequest | None = None
     collapse: CollapseRequest | None = None
+    machine: MachineBuild | None = None
+    target: str = ""  # machine: a directory for its files
     data: dict[str, str] = {}  # export: files with the data of layers that are loaded from stores
     registries: RegistrySettings = DEFAULT_SETTINGS
 
@@ -288,12 +293,16 @@ def main() -> int:
         return 1
     if isinstance(done, ExportedImage):
         _write(BuildEvent(kind="done", exported=done))
+    elif isinstance(done, MachineInfo):
+        _write(BuildEvent(kind="done", machine=done))
     else:
         _write(BuildEvent(kind="done", environment=done))
     return 0
 
 
-def _run(store: EnvironmentStore, job: Job, proxies: Mapping[str, str]) -> EnvironmentInfo | ExportedImage:
+def _run(
+    store: EnvironmentStore, job: Job, proxies: Mapping[str, str]
+) -> EnvironmentInfo | ExportedImage | MachineInfo:
     if job.push is not None:
         return published.push_now(store, job.push, _write)
     if job.export is not None:
@@ -303,6 +312,16 @@ def _run(store: EnvironmentStore, job: Job, proxies: Mapping[str, str]) -> Envir
         return _collapsed(store, build_now(store, job.build, _write, proxies=proxies, importer=importer))
     if job.collapse is not None:
         return collapse_now(store, job.collapse, _write)
+    if job.machine is not None:
+        with store.layers.staging() as work:
+            return build_machine(
+                job.machine,
+                Path(job.target),
+                work,
+                log=lambda line: log(_write, line),
+                progress=lambda stage, message: progress(_write, stage, message),
+                proxies=proxies,
+            )
     raise InvalidArgumentError("a job without anything to do")
 
 

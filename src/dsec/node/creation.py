@@ -206,6 +206,8 @@ class Creation:
     async def _resolve(self, spec: SandboxSpec, backend: Backend, origin: Origin | None) -> Resolved:
         if origin is not None:
             return await origin.acquire(self._environments)
+        if not backend.capabilities.layers:
+            return Resolved(hold=await self._environments.hold(()))  # the backend knows what it begins as by its name
         try:
             return await self._environments.acquire(spec.environment)
         except EnvironmentNotFoundError as error:
@@ -399,6 +401,7 @@ async def claimed(spare: Instance, client: AgentClient, backend: Backend, wanted
         env={_bytes(key): _bytes(value) for key, value in wanted.env.items()},
         user=wanted.user,
         workdir=None if wanted.workdir is None else _bytes(wanted.workdir),
+        hostname=wanted.hostname if backend.capabilities.own_machine else None,
     )
     instance, answered = await asyncio.gather(backend.claim(spare, wanted), client.claim(told), return_exceptions=True)
     for result in (instance, answered):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from dsec.backends.base import Layer
 from dsec.core.spec import Environment
-from dsec.image.build import build_events, collapse_events, export_events, push_events
+from dsec.image.build import build_events, collapse_events, export_events, machine_events, push_events
 from dsec.image.compose import compose, update
 from dsec.image.environments import EnvironmentStore, StoreFacts
 from dsec.image.inventory import find_layer, get_layer, list_layers, remove_layer
@@ -26,6 +26,7 @@ from dsec.wire.environments import (
     EnvironmentStats,
     EnvironmentTrace,
     LayerUse,
+    MachineBuild,
     PushRequest,
     StoreSource,
 )
@@ -85,6 +86,10 @@ class Environments(Protocol):
 
     def export(self, request: ExportRequest) -> AsyncIterator[BuildEvent]:
         """The story of an export to a registry or a file, as of a build."""
+        ...
+
+    def build_machine(self, request: MachineBuild, target: Path) -> AsyncGenerator[BuildEvent]:
+        """The story of an image for full machines, as of a build; its files are in `target`."""
         ...
 
     async def compose(self, request: ComposeRequest) -> EnvironmentInfo:
@@ -213,6 +218,9 @@ class StoredEnvironments:
 
     def export(self, request: ExportRequest) -> AsyncIterator[BuildEvent]:
         return export_events(self._store, request, registries=self._registries, serve=self._remote.serve)
+
+    def build_machine(self, request: MachineBuild, target: Path) -> AsyncGenerator[BuildEvent]:
+        return machine_events(self._store, request, target)
 
     async def compose(self, request: ComposeRequest) -> EnvironmentInfo:
         return await asyncio.to_thread(compose, self._store, request)

@@ -31,6 +31,7 @@ _READ: Final = (
     Method.SNAPSHOT_GET,
     Method.CALL_TYPES,
     Method.CALL_POOLS,
+    Method.MACHINE_LIST,
 )
 _ADMIN: Final = (
     Method.HOLDINGS,
@@ -47,6 +48,9 @@ _ADMIN: Final = (
     Method.ENVIRONMENT_EXPORT,
     Method.ENVIRONMENT_TRACE,
     Method.SNAPSHOT_PUBLISH,
+    Method.MACHINE_BUILD,
+    Method.MACHINE_IMPORT,
+    Method.MACHINE_REMOVE,
     Method.DOCTOR,
 )
 
@@ -79,6 +83,15 @@ def check_source(request: BuildRequest, caller: Caller) -> None:
         raise ForbiddenError(
             "environments from files of the node can be built only over its own socket",
             hint="run `dsec env build` on the node, without DSEC_URL and DSEC_TOKEN",
+        )
+
+
+def check_machine_source(caller: Caller) -> None:
+    """The node reads disks as root: only who is on the node may name its files. Raises ForbiddenError."""
+    if not caller.local:
+        raise ForbiddenError(
+            "disks of machines are files of the node, and can be imported only over its own socket",
+            hint="run `dsec vm import` on the node, without DSEC_URL and DSEC_TOKEN",
         )
 
 

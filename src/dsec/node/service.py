@@ -28,6 +28,7 @@ from dsec.node.execs import NodeExec
 from dsec.node.files import call_agent, decode_args, session_info, session_open
 from dsec.node.layerdesk import LayerDesk
 from dsec.node.listing import list_sandboxes, with_metrics
+from dsec.node.machinedesk import MachineDesk
 from dsec.node.node import Node
 from dsec.node.rights import check_rights, check_source, check_store_of, check_target, project_seen
 from dsec.node.supervisor import Supervisor
@@ -61,7 +62,7 @@ class Service:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        desk = LayerDesk(node)
+        desk, machines = LayerDesk(node), MachineDesk(node)
         self._unary: dict[Method, tuple[Any, _Unary]] = {
             Method.CREATE: (records.CreateRequest, self._create),
             Method.CREATE_PLAN: (PlanRequest, self._create_plan),
@@ -101,6 +102,7 @@ class Service:
             Method.VOLUME_GET: (VolumeRef, self._volume_get),
             Method.VOLUME_REMOVE: (VolumeRef, self._volume_remove),
             **desk.unary(),
+            **machines.unary(),
             Method.GC: (GcRequest, self._gc),
             Method.CALL: (CallRequest, self._run_call),
             Method.CALL_TYPES: (wire.Nothing, self._call_types),
@@ -121,6 +123,7 @@ class Service:
             Method.ENVIRONMENT_BUILD: (BuildRequest, self._environment_build),
             Method.ENVIRONMENT_PUSH: (PushRequest, self._environment_push),
             **desk.streaming(),
+            **machines.streaming(),
             Method.ENVIRONMENT_EXPORT: (ExportRequest, self._environment_export),
         }
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Protocol
 
-from dsec.agent.transfers import Download, Duplex, Upload, Watch
+from dsec.agent.transfers import Download, Upload, Watch
 from dsec.core.errors import ConflictError, ProtocolError, UnavailableError
 from dsec.core.limits import DATA_BYTES_MAX, READ_CHUNK_BYTES
 from dsec.node.execs import NodeExec
@@ -84,7 +85,23 @@ async def send_changes(watch: Watch, stream: Stream) -> None:
         await _end(stream, Done())
 
 
-async def relay(connection: Duplex, stream: Stream) -> None:
+class Relayed(Protocol):
+    """A connection of bytes: a `Duplex`, or what is made like one."""
+
+    async def receive(self) -> bytes | None: ...
+
+    async def send(self, data: bytes) -> None: ...
+
+    def send_end(self) -> None: ...
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+async def relay(connection: Relayed, stream: Stream) -> None:
     """Bytes both ways until both sides have ended. A side that is gone ends the other."""
     ours_ended = asyncio.Event()
 
@@ -118,7 +135,7 @@ async def send_build(events: AsyncIterator[BuildEvent], stream: Stream) -> None:
                     raise error_of(event.error)
                 await stream.send(Frame(FrameType.EVENT, 0, pack(event)))
                 if event.kind == "done":
-                    await _end(stream, event.environment or event.exported)
+                    await _end(stream, event.environment or event.exported or event.machine)
                     return
         finally:
             close = getattr(events, "aclose", None)

@@ -31,6 +31,7 @@ from dsec.sdk.environments import AsyncEnvironments
 from dsec.sdk.grants import AsyncGrants
 from dsec.sdk.layers import AsyncLayers
 from dsec.sdk.lines import json_lines
+from dsec.sdk.machines import AsyncMachines
 from dsec.sdk.projects import AsyncProjects
 from dsec.sdk.requests import CreateOptions, make_spec
 from dsec.sdk.sandbox import AsyncSandbox
@@ -85,6 +86,7 @@ class AsyncClient:
         self._environments = AsyncEnvironments(self._transport)
         self._layers = AsyncLayers(self._transport, self._environments)
         self._volumes = AsyncVolumes(self._transport)
+        self._machines = AsyncMachines(self._transport)
         self._tokens = AsyncTokens(self._transport)
         self._snapshots = AsyncSnapshots(self, self._transport)
 
@@ -110,6 +112,11 @@ class AsyncClient:
     def snapshots(self) -> AsyncSnapshots:
         """What sandboxes had on their disks, kept by name."""
         return self._snapshots
+
+    @property
+    def machines(self) -> AsyncMachines:
+        """Images that full machines begin as."""
+        return self._machines
 
     @property
     def volumes(self) -> AsyncVolumes:

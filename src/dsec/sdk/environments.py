@@ -191,29 +191,11 @@ class AsyncEnvironments:
         attempt = 0
         while True:
             try:
-                return await self._told(path, request, on_event)
+                return await told(self._transport, path, request, on_event)
             except UnavailableError as error:
                 # Asking for the same thing again joins what runs, or finds it done.
                 attempt += 1
                 await self._transport.pause(error, attempt, most=_ATTEMPTS_MAX)
-
-    async def _told(
-        self,
-        path: str,
-        request: BuildRequest | PushTarget | Export | None,
-        on_event: Callable[[BuildEvent], Any] | None,
-    ) -> BuildEvent:
-        async with self._transport.stream("POST", path, body=request, headers={"Accept": api.TYPE_NDJSON}) as response:
-            async for event in json_lines(response, BuildEvent):
-                if on_event is not None:
-                    given = on_event(event)
-                    if inspect.isawaitable(given):
-                        await asyncio.ensure_future(given)
-                if event.kind == "error":
-                    raise error_of(event.error or ErrorBody(code="internal", message=event.message or "it failed"))
-                if event.kind == "done":
-                    return event
-        raise UnavailableError("the connection was lost before the end")
 
     async def remove(self, name: str, *, missing_ok: bool = False) -> None:
         """Removes the name; its layers go once nothing uses them. Raises EnvironmentNotFoundError."""
@@ -222,6 +204,23 @@ class AsyncEnvironments:
         except EnvironmentNotFoundError:
             if not missing_ok:
                 raise
+
+
+async def told(
+    transport: Transport, path: str, request: Any, on_event: Callable[[BuildEvent], Any] | None
+) -> BuildEvent:
+    """The last event of something that is made while its story is told. Raises what it failed with."""
+    async with transport.stream("POST", path, body=request, headers={"Accept": api.TYPE_NDJSON}) as response:
+        async for event in json_lines(response, BuildEvent):
+            if on_event is not None:
+                given = on_event(event)
+                if inspect.isawaitable(given):
+                    await asyncio.ensure_future(given)
+            if event.kind == "error":
+                raise error_of(event.error or ErrorBody(code="internal", message=event.message or "it failed"))
+            if event.kind == "done":
+                return event
+    raise UnavailableError("the connection was lost before the end")
 
 
 def _path(name: str, rest: str = "") -> str:

@@ -24,6 +24,7 @@ from dsec.sdk.pty import AsyncPty
 from dsec.sdk.requests import Command, CreateOptions, make_exec
 from dsec.sdk.results import ExecResult
 from dsec.sdk.running import OutputCallback, run_command, start_process
+from dsec.sdk.screen import AsyncScreen
 from dsec.sdk.sessions import AsyncSession
 from dsec.sdk.snapshots import MAKING_TIMEOUT_S, AsyncSnapshot
 from dsec.wire.records import ExecInfo, ExecPage, Metrics, SessionInfo, SessionPage, SessionRequest, TtlRequest, TtySize
@@ -441,6 +442,13 @@ class AsyncSandbox:
     async def sessions(self) -> SessionInfos:
         """Its sessions that live."""
         return (await self._transport.call("GET", f"{self._path}/sessions", SessionPage)).sessions
+
+    # ---- its screen ----
+
+    @property
+    def screen(self) -> AsyncScreen:
+        """Its screen, keyboard and mouse, where it is a full machine."""
+        return AsyncScreen(self._transport, self.id)
 
     # ---- files and ports ----
 

@@ -20,6 +20,7 @@ from dsec.sdk.environments import AsyncEnvironments
 from dsec.sdk.files import READ_BYTES_DEFAULT, AsyncFiles, AsyncWatch, RemotePath
 from dsec.sdk.grants import AsyncGrants
 from dsec.sdk.layers import AsyncLayers
+from dsec.sdk.machines import AsyncMachines
 from dsec.sdk.ports import AsyncConnection
 from dsec.sdk.process import AsyncProcess
 from dsec.sdk.projects import AsyncProjects
@@ -28,6 +29,7 @@ from dsec.sdk.requests import Command, CreateOptions
 from dsec.sdk.results import Chunk, ExecResult
 from dsec.sdk.running import OutputCallback
 from dsec.sdk.sandbox import AsyncSandbox, ExecInfos, SessionInfos
+from dsec.sdk.screen import AsyncScreen
 from dsec.sdk.sessions import AsyncSession
 from dsec.sdk.snapshots import AsyncSnapshot, AsyncSnapshots
 from dsec.sdk.socketlike import SocketLike
@@ -55,6 +57,7 @@ from dsec.wire.iam import (
 )
 from dsec.wire.images import ExportedImage, ExportTarget
 from dsec.wire.layers import EnvironmentDiff, LayerInfo
+from dsec.wire.machines import MachineInfo
 from dsec.wire.plans import Explanation
 from dsec.wire.records import (
     DoctorReport,
@@ -67,6 +70,7 @@ from dsec.wire.records import (
     WatchNotice,
 )
 from dsec.wire.records import Sandbox as SandboxInfo
+from dsec.wire.screens import Action, ScreenSize
 from dsec.wire.snapshots import (
     Published,
     SnapshotInfo,
@@ -389,6 +393,58 @@ class Connection(SocketLike, Blocking[AsyncConnection]):
         portal().run(self._async.__aexit__(*error))
 
 
+class Screen(Blocking[AsyncScreen]):
+    """`sandbox.screen`: what a machine shows, and what a hand at it would do. Points are pixels from the top left.
+
+    Only sandboxes of backend "fullvm" have one: the methods raise UnsupportedError for others.
+    """
+
+    def screenshot(self) -> bytes:
+        """What it shows now, as PNG."""
+        return portal().run(self._async.screenshot())
+
+    def size(self) -> ScreenSize:
+        """Width and height now; a machine may change them at any time."""
+        return portal().run(self._async.size())
+
+    def move(self, x: int, y: int) -> None:
+        """Moves the pointer."""
+        portal().run(self._async.move(x, y))
+
+    def click(self, x: int, y: int, *, button: str = "left") -> None:
+        """Moves the pointer there, and presses a button: left, middle or right."""
+        portal().run(self._async.click(x, y, button=button))
+
+    def double_click(self, x: int, y: int, *, button: str = "left") -> None:
+        """Clicks twice."""
+        portal().run(self._async.double_click(x, y, button=button))
+
+    def drag(self, x: int, y: int, to_x: int, to_y: int, *, button: str = "left") -> None:
+        """Presses a button at the first point, and lets it go at the second."""
+        portal().run(self._async.drag(x, y, to_x, to_y, button=button))
+
+    def scroll(self, dx: int = 0, dy: int = 0) -> None:
+        """Turns the wheel where the pointer is, by clicks: right and down are positive."""
+        portal().run(self._async.scroll(dx, dy))
+
+    def type(self, text: str) -> None:
+        """Types text as a US keyboard does; newline is Enter. Raises InvalidArgumentError for what that lacks."""
+        portal().run(self._async.type(text))
+
+    def key(self, key: str) -> None:
+        """Presses a key, or several that are held together: "enter", "f5", "ctrl+l", "ctrl+alt+delete"."""
+        portal().run(self._async.key(key))
+
+    def act(self, *actions: Action) -> ScreenSize:
+        """Several of the above in one request, in this order. The screen's size then."""
+        return portal().run(self._async.act())
+
+    def view(self) -> Connection:
+        """A connection that speaks RFB (VNC) without a password, for a viewer."""
+        result: Connection = wrap(portal().run(self._async.view()))
+        return result
+
+
 class Environments(Blocking[AsyncEnvironments]):
     """`client.environments`: what the service has, and how more are made."""
 
@@ -560,6 +616,64 @@ class Volumes(Blocking[AsyncVolumes]):
     def remove(self, name: str, *, project: str | None = None, missing_ok: bool = False) -> None:
         """Removes it with all that is in it. Raises VolumeNotFoundError; ConflictError while a sandbox has it."""
         portal().run(self._async.remove(name, project=project, missing_ok=missing_ok))
+
+
+class Machines(Blocking[AsyncMachines]):
+    """`client.machines`: images by whose names sandboxes of backend "fullvm" are created."""
+
+    def list(self) -> list[MachineInfo]:
+        """All of them, by name."""
+        return portal().run(self._async.list())
+
+    def import_disk(
+        self,
+        name: str,
+        path: str | PathLike[str],
+        *,
+        format: str,
+        firmware: str = "bios",
+        agent: str = "none",
+        bus: str = "virtio",
+        boot_wait_s: float = 0.0,
+    ) -> MachineInfo:
+        """Copies a disk, a file of the node, as the image `name`. What it is must be said: nothing is guessed.
+
+        `format`: raw or qcow2. `firmware`: bios or uefi. `agent`: which one runs inside: dsec, qga (the
+        qemu-guest-agent: it says when the system is up) or none. `bus`: virtio, or sata for systems without drivers for
+        virtual machines. The first machine of a shape is booted, and saved `boot_wait_s` after power on (or after its
+        agent's first answer); all others go on from there.
+        Raises ConflictError when there is an image of that name.
+        """
+        return portal().run(
+            self._async.import_disk(
+                name, path, format=format, firmware=firmware, agent=agent, bus=bus, boot_wait_s=boot_wait_s
+            )
+        )
+
+    def build(
+        self,
+        name: str,
+        packages: Sequence[str] = (),
+        *,
+        desktop: bool = False,
+        suite: str | None = None,
+        disk: int | str = "10GiB",
+        on_event: Callable[[BuildEvent], Any] | None = None,
+    ) -> MachineInfo:
+        """Installs a Debian system with our agent as the image `name`, and `packages` with it.
+
+        `desktop`: with X, a window manager and a terminal on the screen. `disk`: of a machine that asks for no other.
+        `on_event` hears each BuildEvent. Raises ConflictError when there is an image of that name.
+        """
+        return portal().run_calling(
+            lambda bridge: self._async.build(
+                name, packages, desktop=desktop, suite=suite, disk=disk, on_event=bridge(on_event)
+            )
+        )
+
+    def remove(self, name: str, *, missing_ok: bool = False) -> None:
+        """Removes an image. Machines of it run on. Raises EnvironmentNotFoundError."""
+        portal().run(self._async.remove(name, missing_ok=missing_ok))
 
 
 class Tokens(Blocking[AsyncTokens]):
@@ -1088,6 +1202,12 @@ class Sandbox(Blocking[AsyncSandbox]):
         """Its sessions that live."""
         return portal().run(self._async.sessions())
 
+    @property
+    def screen(self) -> Screen:
+        """Its screen, keyboard and mouse, where it is a full machine."""
+        result: Screen = wrap(self._async.screen)
+        return result
+
     def upload(
         self, local: str | PathLike[str], remote: str, *, user: str | None = None, resume: bool = False
     ) -> transfer.Transfer:
@@ -1198,6 +1318,12 @@ class Client(Blocking[AsyncClient]):
     def snapshots(self) -> Snapshots:
         """What sandboxes had on their disks, kept by name."""
         result: Snapshots = wrap(self._async.snapshots)
+        return result
+
+    @property
+    def machines(self) -> Machines:
+        """Images that full machines begin as."""
+        result: Machines = wrap(self._async.machines)
         return result
 
     @property
@@ -1445,9 +1571,11 @@ _KINDS: dict[type, Any] = {
     AsyncWatch: Watch,
     AsyncFiles: Files,
     AsyncConnection: Connection,
+    AsyncScreen: Screen,
     AsyncEnvironments: Environments,
     AsyncLayers: Layers,
     AsyncVolumes: Volumes,
+    AsyncMachines: Machines,
     AsyncTokens: Tokens,
     AsyncProjects: Projects,
     AsyncGrants: Grants,

@@ -14,6 +14,8 @@ from dsec.api.server import TcpAddress, check_socket_path
 from dsec.backends.container.config import ContainerConfig
 from dsec.backends.fncall.config import CallsConfig, DeviceMode, PoolConfig, Qos
 from dsec.backends.fncall.tasks import TaskType, TaskTypes
+from dsec.backends.fullvm.config import FullvmConfig
+from dsec.backends.microvm.config import MicrovmConfig
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.ids import parse_name
@@ -116,7 +118,7 @@ class CollectSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sizes also as text such as "4GiB". `dsec.node.config` says what each is for."""
 
-    substrates: tuple[Substrate, ...] = (Substrate.CONTAINER,)  # what it offers
+    substrates: tuple[Substrate, ...] = (Substrate.CONTAINER, Substrate.MICROVM, Substrate.FULLVM)  # what it offers
     sandboxes_max: int = limits.SANDBOXES_PER_NODE_MAX  # that live at once
     memory_overcommit: float = 200.0  # memory promised to sandboxes, over the machine's
     memory_available_bytes_min: int | str = limits.MEMORY_AVAILABLE_BYTES_MIN  # with less left, creates are refused
@@ -184,6 +186,52 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             "memory_kept_for_host": parse_size(self.memory_kept_for_host, "memory_kept_for_host"),
             "resource_view": self.resource_view,
         }
+
+
+class MicrovmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`dsec.backends.microvm.config` says what each is for."""
+
+    cache_dir: str = "/var/cache/dsec/vm"  # kernels for guests, shared by all nodes of the host
+    monitor: str = "auto"  # "firecracker", "qemu", "auto": Firecracker where it is and guests run on the processor
+    firecracker: str = "firecracker"  # a name in PATH, or a path
+    memory: str = "mapped"  # of clones under Firecracker: "mapped" from the template, "served" page by page
+    qemu: str = "qemu-system-x86_64"  # a name in PATH, or a path
+    accelerator: str = (
+        "auto"  # "kvm", "tcg" (emulated: slow, and no boundary of the same quality), "auto": kvm if it works
+    )
+    kernel: str = "linux-image-6.12-cloud-amd64"  # Debian package that the guests' kernel comes from
+    disk_bytes: int | str = 10 * limits.GIB  # of a sandbox that asks for no other; only what is written takes room
+    templates_max: int = 16  # kept; those that were not used for longest go
+    page_out: bool = True  # memory of paused ones goes to swap, where the host has any
+    boot_s: float = 120.0  # for a template to come up
+
+    def fields(self) -> dict[str, object]:
+        """For MicrovmConfig, beside its directories."""
+        return {
+            "cache_dir": Path(self.cache_dir),
+            "monitor": self.monitor,
+            "firecracker": self.firecracker,
+            "memory": self.memory,
+            "qemu": self.qemu,
+            "accelerator": self.accelerator,
+            "kernel": self.kernel,
+            "disk_bytes": parse_size(self.disk_bytes, "disk_bytes"),
+            "templates_max": self.templates_max,
+            "page_out": self.page_out,
+            "boot_s": self.boot_s,
+        }
+
+
+class FullvmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`dsec.backends.fullvm.config` says what each is for. The monitor is that of microvms."""
+
+    uefi_dir: str = "/usr/share/OVMF"  # firmware of machines that want UEFI
+    templates_max: int = 8  # kept; those that were not used for longest go
+    boot_s: float = 600.0  # for a template to come up
+
+    def fields(self) -> dict[str, object]:
+        """For FullvmConfig, beside its directories and what it shares with microvms."""
+        return {"uefi": Path(self.uefi_dir), "templates_max": self.templates_max, "boot_s": self.boot_s}
 
 
 class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -304,6 +352,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     api: ApiConfig = ApiConfig()
     node: NodeSettings = NodeSettings()
     container: ContainerSettings = ContainerSettings()
+    microvm: MicrovmSettings = MicrovmSettings()
+    fullvm: FullvmSettings = FullvmSettings()
     storage: StorageSettings = StorageSettings()
     registries: RegistriesSettings = RegistriesSettings()
     calls: CallsSettings = CallsSettings()
@@ -319,6 +369,24 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         self.calls.config()
         if Substrate.CONTAINER in self.node.substrates:
             ContainerConfig(run_dir=Path(self.run_dir), state_dir=Path(self.state_dir), **self.container.fields())  # type: ignore[arg-type]
+        if Substrate.MICROVM in self.node.substrates:
+            MicrovmConfig(run_dir=Path(self.run_dir), state_dir=Path(self.state_dir), **self.machines())  # type: ignore[arg-type]
+        if Substrate.FULLVM in self.node.substrates:
+            FullvmConfig(run_dir=Path(self.run_dir), state_dir=Path(self.state_dir), **self.full_machines())  # type: ignore[arg-type]
+
+    def machines(self) -> dict[str, object]:
+        """Fields of MicrovmConfig; what both substrates share is set for containers."""
+        return {
+            **self.microvm.fields(),
+            "id_dir": Path(self.container.id_dir),
+            "cgroup_parent": self.container.cgroup_parent,
+        }
+
+    def full_machines(self) -> dict[str, object]:
+        """Fields of FullvmConfig."""
+        shared = self.machines()
+        names = ("cache_dir", "qemu", "accelerator", "kernel", "id_dir", "cgroup_parent")
+        return {**{name: shared[name] for name in names}, **self.fullvm.fields()}
 
     @property
     def socket(self) -> Path:

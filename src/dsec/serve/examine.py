@@ -68,7 +68,12 @@ def _backends(config: ServeConfig, node: NodeId, place: Path) -> dict[Substrate,
     (place / "run").mkdir()
     (place / "state").mkdir()
     settings = BackendSettings(
-        node=node, run_dir=place / "run", state_dir=place / "state", container=config.container.fields()
+        node=node,
+        run_dir=place / "run",
+        state_dir=place / "state",
+        container=config.container.fields(),
+        microvm=config.machines(),
+        fullvm=config.full_machines(),
     )
     return build_backends(settings, frozenset(config.node.substrates))
 

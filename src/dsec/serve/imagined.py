@@ -5,7 +5,8 @@ Started, each would do nothing, for ever.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from pathlib import Path
 
 from dsec.backends.base import Layer
 from dsec.core.errors import UnsupportedError
@@ -19,6 +20,7 @@ from dsec.wire.environments import (
     EnvironmentStats,
     EnvironmentTrace,
     LayerUse,
+    MachineBuild,
     PushRequest,
 )
 from dsec.wire.images import ExportRequest
@@ -57,6 +59,10 @@ class ImaginedEnvironments:
         yield  # makes this an iterator
 
     async def export(self, request: ExportRequest) -> AsyncIterator[BuildEvent]:
+        raise _nothing_here()
+        yield  # makes this an iterator
+
+    async def build_machine(self, request: MachineBuild, target: Path) -> AsyncGenerator[BuildEvent]:
         raise _nothing_here()
         yield  # makes this an iterator
 

@@ -65,6 +65,8 @@ class NodePart:
             run_dir=Path(config.run_dir),
             state_dir=Path(config.state_dir),
             container=config.container.fields(),
+            microvm=config.machines(),
+            fullvm=config.full_machines(),
         )
         return build_backends(settings, frozenset(config.node.substrates))
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from shlex import join, quote
 from typing import Final
 
-from dsec.testing.guest_kernel import GuestKernel, GuestUnavailableError
+from dsec.backends.vm.initramfs import cpio_entry
+from dsec.testing.guest_kernel import GuestUnavailableError, HostLikeKernel
 
 _QEMU: Final = "qemu-system-x86_64"
 _CONSOLE_SHOWN: Final = 4_000
@@ -104,7 +105,7 @@ def qemu() -> str:
 
 
 def run_in_guest(
-    kernel: GuestKernel,
+    kernel: HostLikeKernel,
     command: Sequence[str],
     *,
     cgroups: str = "v2",
@@ -145,7 +146,7 @@ def run_in_guest(
     return GuestResult(int(status), output, console, time.monotonic() - began_s)
 
 
-def _machine(kernel: GuestKernel, work: Path, memory_mib: int, processors: int) -> list[str]:
+def _machine(kernel: HostLikeKernel, work: Path, memory_mib: int, processors: int) -> list[str]:
     # setpriv: QEMU is killed when its parent is, also by SIGKILL.
     command = ["setpriv", "--pdeathsig", "KILL", "--", qemu(), "-nodefaults", "-no-user-config", "-no-reboot"]
     command += ["-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-m", str(memory_mib)]
@@ -169,7 +170,7 @@ def _make_disk(path: Path) -> None:
     subprocess.run(command, check=True, timeout=60, stdin=subprocess.DEVNULL)
 
 
-def _write_initrd(path: Path, kernel: GuestKernel, start: str, command: Sequence[str]) -> None:
+def _write_initrd(path: Path, kernel: HostLikeKernel, start: str, command: Sequence[str]) -> None:
     files = {
         "init": _INIT.encode(),
         "start": start.encode(),
@@ -181,11 +182,3 @@ def _write_initrd(path: Path, kernel: GuestKernel, start: str, command: Sequence
     entries = [cpio_entry("modules", 0o040755)]
     entries += [cpio_entry(name, 0o100755, content) for name, content in files.items()]
     path.write_bytes(b"".join(entries) + cpio_entry("TRAILER!!!", 0))
-
-
-def cpio_entry(name: str, mode: int, content: bytes = b"") -> bytes:
-    """One file as the kernel reads it (Documentation/driver-api/early-userspace/buffer-format.rst)."""
-    path = name.encode() + b"\0"
-    fields = (0, mode, 0, 0, 1, 0, len(content), 0, 0, 0, 0, len(path), 0)
-    head = b"070701" + b"".join(b"%08X" % number for number in fields) + path
-    return head + bytes(-len(head) % 4) + content + bytes(-len(content) % 4)

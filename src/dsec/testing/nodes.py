@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -32,11 +32,13 @@ from dsec.wire.environments import (
     EnvironmentStats,
     EnvironmentTrace,
     LayerUse,
+    MachineBuild,
     PushRequest,
 )
 from dsec.wire.frames import Frame
 from dsec.wire.images import ExportedImage, ExportRequest
 from dsec.wire.layers import CollapseRequest, ComposeRequest, LayerInfo
+from dsec.wire.machines import MachineInfo
 from dsec.wire.node import Caller, Method, Right
 
 T = TypeVar("T")
@@ -105,6 +107,22 @@ class FakeEnvironments:
         exported = ExportedImage(reference="fake", digest="sha256:" + "0" * 64, size_bytes=0)
         yield BuildEvent(kind="progress", stage="push", message="nothing to do")
         yield BuildEvent(kind="done", exported=exported)
+
+    async def build_machine(self, request: MachineBuild, target: Path) -> AsyncGenerator[BuildEvent]:
+        (target / "disk").write_bytes(bytes(512))
+        machine = MachineInfo(
+            name=request.name,
+            format="raw",
+            firmware="kernel",
+            agent="dsec",
+            bus="virtio",
+            boot_wait_s=0.0,
+            disk_bytes=request.disk_bytes,
+            used_bytes=512,
+            sha256="0" * 64,
+            created_at=0.0,
+        )
+        yield BuildEvent(kind="done", machine=machine)
 
     async def compose(self, request: ComposeRequest) -> EnvironmentInfo:
         parts = [(role, await self.get(reference)) for role, reference in roles_of(request.of.environment())]

@@ -389,13 +389,14 @@ class ReseedArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: bytes
 
 
-class ClaimArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ClaimArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What a spare agent becomes: the sandbox that it serves from here on, and the defaults of its execs."""
 
     sandbox: str
     env: dict[bytes, bytes] = {}
     user: str | None = None
     workdir: bytes | None = None
+    hostname: str | None = None  # of a machine of its own; elsewhere who made it has named it
 
 
 class Empty(msgspec.Struct, frozen=True):

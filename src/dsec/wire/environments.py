@@ -11,11 +11,13 @@ import msgspec
 
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError
+from dsec.core.ids import parse_name
 from dsec.core.image_names import parse_image_name
 from dsec.core.references import parse_digest, parse_reference, parse_tagged
 from dsec.core.spec import check_path
 from dsec.wire.errors import ErrorBody
 from dsec.wire.images import ExportedImage
+from dsec.wire.machines import MachineInfo
 
 # Nothing that apt or mmdebstrap reads as an option, a pattern or a list.
 _PACKAGE: Final = re.compile(r"[a-z0-9][a-z0-9+.-]+(:[a-z0-9]+)?(=[A-Za-z0-9.+~:-]+)?\Z")
@@ -322,6 +324,22 @@ class EnvironmentTrace(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[LayerTrace, ...]
 
 
+class MachineBuild(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A Debian system with our agent, as the image `name` of full machines."""
+
+    name: str
+    packages: tuple[str, ...] = ()  # beside those that make it a system
+    desktop: bool = False  # with X, a window manager and a terminal
+    suite: str | None = None  # None: the node's own
+    disk_bytes: int = 10 * limits.GIB  # of a machine that asks for no other
+
+    def __post_init__(self) -> None:
+        parse_name(self.name, "image name")
+        DebianSource(packages=self.packages, suite=self.suite)  # says what is wrong with them
+        if not limits.MACHINE_SYSTEM_BYTES_MIN <= self.disk_bytes <= limits.DISK_BYTES_MAX:
+            raise LimitError("the disk of a Debian system must be between 4GiB and 64TiB")
+
+
 class BuildEvent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One line of the story of a build, a push or an export. `done` or `error` is the last."""
 
@@ -331,6 +349,7 @@ class BuildEvent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     message: str = ""
     environment: EnvironmentInfo | None = None  # done, of a build or a push
     exported: ExportedImage | None = None  # done, of an export
+    machine: MachineInfo | None = None  # done, of an image of machines
     error: ErrorBody | None = None  # error
 
 

@@ -87,6 +87,11 @@ class Method(enum.StrEnum):
     FORK = "fork"  # snapshots.Fork → snapshots.Forked; `key` as of create
     ROLLBACK = "rollback"  # snapshots.Rollback → Sandbox
     GC = "gc"  # collect.GcRequest → collect.GcReport
+    SCREEN_PICTURE = "screen_picture"  # SandboxRef → screens.Picture
+    SCREEN_ACT = "screen_act"  # screens.ScreenInput → screens.ScreenSize
+    MACHINE_LIST = "machine_list"  # Nothing → machines.MachinePage
+    MACHINE_IMPORT = "machine_import"  # machines.MachineImport → machines.MachineInfo
+    MACHINE_REMOVE = "machine_remove"  # machines.MachineRef → Done
     CALL = "call"  # calls.CallRequest → calls.CallAnswer
     CALL_TYPES = "call_types"  # Nothing → calls.TaskTypePage
     CALL_POOLS = "call_pools"  # Nothing → calls.CallPoolPage
@@ -104,6 +109,8 @@ class Method(enum.StrEnum):
     FILE_EXTRACT = "file_extract"  # FileCall(args: agent.ExtractArgs); in: DATA(0) tar, END; out: END WriteAnswer
     FILE_WATCH = "file_watch"  # FileCall(args: agent.WatchArgs); out: RES Done, EVENT WatchNotice …; in: END = stop
     CONNECT = "connect"  # FileCall(args: agent.ConnectArgs); out: RES Done; both: DATA(0 in, 1 out), END each way
+    SCREEN_VIEW = "screen_view"  # SandboxRef; out: RES Done; both: DATA(0 in, 1 out) of RFB, END each way
+    MACHINE_BUILD = "machine_build"  # machines.MachineBuild; out: EVENT BuildEvent …, END machines.MachineInfo
     ENVIRONMENT_BUILD = (
         "environment_build"  # environments.BuildRequest; out: EVENT environments.BuildEvent …, END EnvironmentInfo
     )

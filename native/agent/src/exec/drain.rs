@@ -136,12 +136,20 @@ impl Agent {
     /// The command of an exec (its leader, or a session's text) has ended: what it wrote is still to be read.
     pub fn command_ended(&mut self, key: u32, ended: Ended) {
         let now_us = self.timers.now_us();
+        let has_machine = self.has_machine;
         self.timers.clear(Timer::Timeout(key));
         let Some(exec) = self.execs.get_mut(key) else {
             return;
         };
         exec.running = false;
         exec.ended = Some(ended);
+        // Outside of a machine of our own the node knows the limit that was hit.
+        let failed = !matches!(ended, Ended::Exited(0));
+        if let (true, None, Some(work), Some(cgroup)) =
+            (failed && has_machine, exec.cause, &self.work, &exec.cgroup)
+        {
+            exec.cause = work.was_out_of_memory(cgroup).then_some(super::Cause::Oom);
+        }
         exec.usage.wall_us = now_us - exec.started_us;
         exec.drain = Drain {
             out_left: exec.out.source.as_ref().map_or(0, readable_bytes),

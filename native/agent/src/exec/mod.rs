@@ -21,12 +21,14 @@ use output::Output;
 
 const BYTES_PER_MARK_MIN: usize = 64;
 
-/// Why we killed it.
+/// Why it was killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
     TimedOut,
     OutputBudget,
     Killed,
+    /// By the kernel, for memory.
+    Oom,
 }
 
 impl Cause {
@@ -35,6 +37,7 @@ impl Cause {
             Self::TimedOut => "timed_out",
             Self::OutputBudget => "output_budget",
             Self::Killed => "killed",
+            Self::Oom => "oom",
         }
     }
 }

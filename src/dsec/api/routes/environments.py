@@ -17,12 +17,14 @@ from dsec.wire.environments import (
     EnvironmentRef,
     EnvironmentStats,
     EnvironmentTrace,
+    MachineBuild,
     PushRequest,
     PushTarget,
 )
 from dsec.wire.frames import Frame, FrameType
 from dsec.wire.images import Export, ExportedImage, ExportRequest
 from dsec.wire.layers import CollapseRequest
+from dsec.wire.machines import MachineInfo
 from dsec.wire.node import Done, Method, Nothing, Right
 
 
@@ -64,9 +66,10 @@ async def export_environment(request: Request) -> None:
     await tell(request, Method.ENVIRONMENT_EXPORT, ExportRequest(name=named(request).name, target=export.target))
 
 
-async def tell(
-    request: Request, method: Method, record: BuildRequest | PushRequest | ExportRequest | CollapseRequest
-) -> None:
+Told = BuildRequest | PushRequest | ExportRequest | CollapseRequest | MachineBuild
+
+
+async def tell(request: Request, method: Method, record: Told) -> None:
     """What fails after its first line is told in the last one; the client's going away cancels it."""
     stream = await request.open(method, record)
     try:
@@ -94,6 +97,8 @@ def _event(frame: Frame, method: Method) -> BuildEvent:
             return unpack(frame.body, BuildEvent)
         case FrameType.END if method is Method.ENVIRONMENT_EXPORT:
             return BuildEvent(kind="done", exported=unpack(frame.body, ExportedImage))
+        case FrameType.END if method is Method.MACHINE_BUILD:
+            return BuildEvent(kind="done", machine=unpack(frame.body, MachineInfo))
         case FrameType.END:
             return BuildEvent(kind="done", environment=unpack(frame.body, EnvironmentInfo))
     raise ProtocolError(f"the node sent a frame of type {frame.type}")

@@ -75,10 +75,10 @@ async def _output(socket: Socket, stream: Stream) -> None:
 async def connect(request: Request, socket: Socket) -> None:
     stream = await request.open(Method.CONNECT, file_call(request, _address(request)))
     try:
-        await _expect_res(stream)
+        await expect_res(stream)
         await socket.accept()
         await socket.send_text(b"{}")
-        await bridge(_bytes_in(socket, stream), _bytes_out(socket, stream))
+        await bridge(bytes_in(socket, stream), bytes_out(socket, stream))
         await socket.close()
     finally:
         await stream.close()
@@ -100,7 +100,7 @@ def _address(request: Request) -> agent.ConnectArgs:
     return agent.ConnectArgs(host=host, port=port)
 
 
-async def _bytes_in(socket: Socket, stream: Stream) -> None:
+async def bytes_in(socket: Socket, stream: Stream) -> None:
     sender = DataSender(stream)
     ended = False
     while True:
@@ -117,7 +117,7 @@ async def _bytes_in(socket: Socket, stream: Stream) -> None:
             return  # closed by the other side, which the outward side tells
 
 
-async def _bytes_out(socket: Socket, stream: Stream) -> None:
+async def bytes_out(socket: Socket, stream: Stream) -> None:
     """Until the stream is over, which is after both directions have ended, or one has failed."""
     while (frame := await stream.recv()) is not None:
         match frame.type:
@@ -137,7 +137,7 @@ async def watch(request: Request, socket: Socket) -> None:
     args = agent.WatchArgs(path=request.query["path"], recursive=request.query["recursive"])
     stream = await request.open(Method.FILE_WATCH, file_call(request, args))
     try:
-        await _expect_res(stream)
+        await expect_res(stream)
         await socket.accept()
         await socket.send_text(b"{}")
         await bridge(_until_gone(socket, stream), _notices(socket, stream))
@@ -162,7 +162,7 @@ async def _notices(socket: Socket, stream: Stream) -> None:
             await socket.send_text(to_json(unpack(frame.body, WatchNotice)))
 
 
-async def _expect_res(stream: Stream) -> None:
+async def expect_res(stream: Stream) -> None:
     frame = await stream.recv()
     if frame is None or frame.type != FrameType.RES:
         raise ProtocolError("the node did not begin its answer with RES")

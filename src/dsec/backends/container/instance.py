@@ -18,7 +18,8 @@ from dsec.core.errors import FreezeTimeoutError, HostError, SandboxFaultError, U
 from dsec.core.faults import fault_point
 from dsec.core.ids import SandboxId
 from dsec.core.states import EndCause
-from dsec.density.cgroups import read_keyed, read_number, read_pressure_s, set_memory_limit
+from dsec.density.cgroups import read_keyed, set_memory_limit
+from dsec.density.use import CgroupUse
 
 if TYPE_CHECKING:
     from dsec.backends.container.backend import ContainerBackend
@@ -43,7 +44,7 @@ class ContainerInstance:
         self._exit: InstanceExit | None = None
         self._destroyed = False
         self._destroying = asyncio.Lock()
-        self._peak_since_start = True
+        self._use = CgroupUse(record.cgroup2, record.cgroup1)
         asyncio.get_running_loop().add_reader(pidfd, self._agent_ended)
 
     @property
@@ -85,20 +86,19 @@ class ContainerInstance:
     # ---- facts -----------------------------------------------------------------------------------
 
     async def usage(self) -> InstanceUsage:
-        record = self._record
-        v1, v2 = record.cgroup1, record.cgroup2
+        v2, use = self._record.cgroup2, self._use
         frozen = read_keyed(f"{v2}/cgroup.stat.local").get("frozen_usec") if v2 else None
         used, full = self._disk()
         return InstanceUsage(
-            cpu_s=self._cpu_s(),
-            memory_bytes=self.memory_now(),
-            memory_peak_bytes=self._memory_peak(),
-            oom_kills=self._oom_kills(),
-            pids=_first_number(v2, "pids.current", v1.get("pids"), "pids.current"),
+            cpu_s=use.cpu_s(),
+            memory_bytes=use.memory_bytes(),
+            memory_peak_bytes=use.memory_peak_bytes(),
+            oom_kills=use.oom_kills(),
+            pids=use.pids(),
             disk_used_bytes=used,
             disk_full=full,
-            cpu_pressure_s=read_pressure_s(f"{v2}/cpu.pressure") if v2 else None,
-            memory_pressure_s=read_pressure_s(f"{v2}/memory.pressure") if v2 else None,
+            cpu_pressure_s=use.pressure_s("cpu"),
+            memory_pressure_s=use.pressure_s("memory"),
             frozen_s=frozen / 1e6 if frozen is not None else None,
         )
 
@@ -114,12 +114,6 @@ class ContainerInstance:
         full = found.f_bavail * found.f_frsize < _DISK_LEFT_BYTES or found.f_favail == 0
         return (found.f_blocks - found.f_bfree) * found.f_frsize, full
 
-    def _memory_peak(self) -> int | None:
-        v1, v2 = self._record.cgroup1, self._record.cgroup2
-        if not self._peak_since_start and "memory" not in v1:
-            return None  # cgroup2 forgets a peak for whoever holds the file open, and for nobody else
-        return _first_number(v2, "memory.peak", v1.get("memory"), "memory.max_usage_in_bytes")
-
     async def bound_memory(self, memory_bytes: int) -> None:
         record = self._record
         try:
@@ -128,33 +122,13 @@ class ContainerInstance:
             raise HostError(f"the memory of {self.id} cannot be limited: {error}", sandbox=self.id) from error
 
     def memory_now(self) -> int | None:
-        v1, v2 = self._record.cgroup1, self._record.cgroup2
-        return _first_number(v2, "memory.current", v1.get("memory"), "memory.usage_in_bytes")
+        return self._use.memory_bytes()
 
     def memory_events(self) -> tuple[int | None, int]:
-        return self._memory_peak(), self._oom_kills() or 0
+        return self._use.memory_peak_bytes(), self._use.oom_kills() or 0
 
     def forget_memory_peak(self) -> None:
-        self._peak_since_start = False
-        if (memory := self._record.cgroup1.get("memory")) is not None:
-            with contextlib.suppress(OSError):
-                Path(memory, "memory.max_usage_in_bytes").write_text("0")
-
-    def _cpu_s(self) -> float | None:
-        record = self._record
-        if record.cgroup2 is not None:
-            used_us = read_keyed(f"{record.cgroup2}/cpu.stat").get("usage_usec")
-            return None if used_us is None else used_us / 1e6
-        directory = record.cgroup1.get("cpuacct") or record.cgroup1.get("cpu")
-        used_ns = read_number(f"{directory}/cpuacct.usage") if directory else None
-        return None if used_ns is None else used_ns / 1e9
-
-    def _oom_kills(self) -> int | None:
-        if (memory := self._record.cgroup1.get("memory")) is not None:
-            return read_keyed(f"{memory}/memory.oom_control").get("oom_kill")
-        if self._record.cgroup2 is not None:
-            return read_keyed(f"{self._record.cgroup2}/memory.events").get("oom_kill")
-        return None
+        self._use.forget_memory_peak()
 
     # ---- pause -----------------------------------------------------------------------------------
 
@@ -247,13 +221,6 @@ class ContainerInstance:
         if pidfd is not None:
             asyncio.get_running_loop().remove_reader(pidfd)
             os.close(pidfd)
-
-
-def _first_number(v2: str | None, v2_name: str, v1: str | None, v1_name: str) -> int | None:
-    """A controller is in one hierarchy: what has a directory in version 1 is not in version 2."""
-    if v1 is not None:
-        return read_number(f"{v1}/{v1_name}")
-    return read_number(f"{v2}/{v2_name}") if v2 is not None else None
 
 
 async def _freeze(directory: Path, deadline_s: float) -> None:

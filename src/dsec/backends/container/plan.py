@@ -78,7 +78,7 @@ def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFact
         background=instance.background,
         cpus=instance.cpus,
     )
-    hostname = (spec.name or instance.id.replace("_", "-")).lower()[:63].rstrip("-.")
+    hostname = instance.hostname
     open_files = min(_OPEN_FILES_SOFT, facts.open_files_hard)
     return LaunchPlan(
         sandbox=instance.id,

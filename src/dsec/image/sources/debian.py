@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -54,14 +54,14 @@ def fill(
     suite = source.suite or host
     sources = host_sources(suite, host=host)
     tree = work / "debian"
-    _install(source, suite, sources, work, log=log, proxies=proxies)
+    install(source, suite, sources, work, log=log, proxies=proxies)
     directory.fill(DirectorySource(path=os.fspath(tree)), stage)
     remove_tree(tree)
     _settle(stage, sources)
     return CONFIG
 
 
-def _install(
+def install(
     source: DebianSource,
     suite: str,
     sources: tuple[AptSource, ...],
@@ -69,7 +69,9 @@ def _install(
     *,
     log: Callable[[str], None],
     proxies: Mapping[str, str],
+    hooks: Sequence[str] = (),
 ) -> None:
+    """Into `work`/debian. `hooks`: more options of mmdebstrap."""
     if os.geteuid() != 0:
         raise UnsupportedError(
             "installing Debian packages needs root", hint="run the node as root, or build from a tar file"
@@ -86,6 +88,7 @@ def _install(
     command += [f"--aptopt={line}" for line in ('APT::Sandbox::User "root";', *proxy_settings())]
     if source.packages:
         command.append(f"--include={','.join(sorted(set(source.packages)))}")
+    command += hooks
     command += ["--", suite, os.fspath(work / "debian"), os.fspath(mirrors)]
     environment = {"PATH": _PATH, "LC_ALL": "C.UTF-8", "HOME": "/root", "TMPDIR": os.fspath(work / "tmp"), **proxies}
     _run(command, environment, work, log)

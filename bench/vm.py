@@ -1,0 +1,154 @@
+"""`python -m bench vm`: microvms: booted, cloned, and cloned before anybody asks; how many a second, what each idle one
+takes of memory, what a command and a pause cost. Emulated where the processor runs no guests: then only ratios count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import dsec
+from bench import machine
+from bench.series import Measure, Series, interleave, timed
+from bench.service import PrivateService, private_service
+from dsec.core.limits import MIB
+from dsec.wire.api import STATE_DIR_ROOT
+
+COLD = "template booted, and its first clone"
+CLONE = "clone"
+SPARE = "clone made before"
+EXEC = "exec true"
+PAUSE = "pause"
+RESUME = "resume, and exec true"
+_MEMORY_MIB = 192
+_TIMEOUT_S = 600.0
+_AT_ONCE = 4
+_MONITORS = ("qemu-system", "firecracker")
+_WARM = "[node.warm]\nspares_max = 4\nlow = 2\nhigh = 4"
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="bench vm", description=__doc__)
+    parser.add_argument("--environment", default="base")
+    parser.add_argument("--state", type=Path, default=Path(STATE_DIR_ROOT), help="state directory with the environment")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--idle", type=int, nargs="+", default=[1, 10, 40], help="how many idle ones are weighed")
+    parser.add_argument("--output", type=Path, help="write the figures as JSON here")
+    options = parser.parse_args(arguments)
+    with ExitStack() as stack:
+        plain = stack.enter_context(private_service(options.state))
+        warm = stack.enter_context(private_service(options.state, _WARM))
+        result = {
+            "starts": starts(plain, warm, options.environment, options.rounds),
+            "use": use(plain, options.environment, options.rounds * 4),
+            "a_second": a_second(plain, options.environment, options.rounds * 4),
+            "idle": [idle(plain, options.environment, count) for count in options.idle],
+        }
+    show(result)
+    if options.output:
+        options.output.write_text(json.dumps({"machine": machine.describe(), **result}, indent=2) + "\n")
+
+
+def create(service: PrivateService, environment: str, memory_mib: int = _MEMORY_MIB) -> dsec.Sandbox:
+    return service.client.create(environment, backend="microvm", memory=f"{memory_mib}MiB", timeout_s=_TIMEOUT_S)
+
+
+def starts(plain: PrivateService, warm: PrivateService, environment: str, rounds: int) -> dict[str, Any]:
+    """Until a first command has ended. Each template is of another size, so that it has to be made."""
+    sizes = itertools.count(_MEMORY_MIB + 2, 2)
+    use_once(plain, environment)  # images of layers, and the template of all clones
+    for _ in range(2):  # who is asked for once may never be again
+        use_once(warm, environment)
+
+    def spare() -> list[float]:
+        warm.wait_warm(1)
+        return timed(lambda: use_once(warm, environment))()
+
+    measures: dict[str, Measure] = {
+        COLD: timed(lambda: use_once(plain, environment, next(sizes))),
+        CLONE: timed(lambda: use_once(plain, environment)),
+        SPARE: spare,
+    }
+    return summaries(interleave(measures, rounds, warmup=1))
+
+
+def use_once(service: PrivateService, environment: str, memory_mib: int = _MEMORY_MIB) -> None:
+    with create(service, environment, memory_mib) as sandbox:
+        sandbox.exec("true", check=True)
+
+
+def use(service: PrivateService, environment: str, rounds: int) -> dict[str, Any]:
+    with create(service, environment) as sandbox:
+
+        def resumed() -> None:
+            sandbox.resume()
+            sandbox.exec("true", check=True)
+
+        found = {name: Series(name) for name in (EXEC, PAUSE, RESUME)}
+        for _ in range(rounds):
+            found[EXEC].milliseconds += timed(lambda: sandbox.exec("true", check=True))()
+            found[PAUSE].milliseconds += timed(sandbox.pause)()
+            found[RESUME].milliseconds += timed(resumed)()
+    return summaries(found)
+
+
+def a_second(service: PrivateService, environment: str, count: int) -> float:
+    began = time.perf_counter()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        made = list(pool.map(lambda _: create(service, environment), range(count)))
+        took = time.perf_counter() - began
+        list(pool.map(lambda sandbox: sandbox.destroy(), made))
+    return round(count / took, 2)
+
+
+def idle(service: PrivateService, environment: str, count: int) -> dict[str, Any]:
+    """PSS shares what several map; what the kernel keeps for them is not in it."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(create(service, environment)).exec("true", check=True)
+        weights = [pss_bytes(pid) for pid in monitors(service)]
+    return {
+        "count": len(weights),
+        "pss_mib": round(sum(weights) / MIB, 1),
+        "each_mib": round(sum(weights) / MIB / count, 1),
+    }
+
+
+def monitors(service: PrivateService) -> Iterator[int]:
+    """Of this service: they are in its cgroups."""
+    mark = service.run_dir.name
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            ours = mark in (directory / "cgroup").read_text()
+            if ours and (directory / "comm").read_text().startswith(_MONITORS):
+                yield int(directory.name)
+        except OSError:
+            continue  # it has just ended
+
+
+def pss_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def summaries(found: dict[str, Series]) -> dict[str, Any]:
+    return {name: series.summary() for name, series in found.items()}
+
+
+def show(result: dict[str, Any]) -> None:
+    clone = result["starts"][CLONE]["p50_ms"]
+    for name, row in {**result["starts"], **result["use"]}.items():
+        ratio = f"{row['p50_ms'] / clone:>8.2f} of a clone" if name in result["starts"] else ""
+        print(f"{name:<40} {row['p50_ms']:>9.1f} ms [{row['min_ms']:.1f} to {row['max_ms']:.1f}]{ratio}")
+    print(f"{'clones a second, ' + str(_AT_ONCE) + ' at once':<40} {result['a_second']:>9.1f}")
+    for row in result["idle"]:
+        print(f"{str(row['count']) + ' idle':<40} {row['pss_mib']:>9.1f} MiB, {row['each_mib']} each")

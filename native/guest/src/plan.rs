@@ -1,0 +1,113 @@
+//! What the machine is to be made of: lines of words, written by the node into the initramfs.
+//!
+//! ```text
+//! pids 1032
+//! layer l0 l0b
+//! layer l1
+//! disk upper
+//! vsock 1024
+//! ```
+//! Layers lowest first, each by its metadata's device and its data's, if that is apart. A device is named by its serial number, or,
+//! where the monitor gives it none, by its path. With a vsock the agent listens there, without one it serves two serial ports.
+
+use std::fs;
+use std::path::Path;
+
+use crate::error::{Doing, Error, Result};
+
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// Processes that commands may have at once.
+    pub pids: u64,
+    pub layers: Vec<Layer>,
+    /// Of what the sandbox writes: an ext4 file system.
+    pub disk: String,
+    /// The port where the agent listens to the host.
+    pub vsock: Option<u32>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub struct Layer {
+    pub meta: String,
+    pub blob: Option<String>,
+}
+
+impl Plan {
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = fs::read_to_string(path).doing("read", path.display())?;
+        Self::parse(&text)
+    }
+
+    pub fn parse(text: &str) -> Result<Self> {
+        let mut plan = Self::default();
+        for line in text.lines() {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            match words.as_slice() {
+                [] => {}
+                ["pids", count] => {
+                    plan.pids = count
+                        .parse()
+                        .map_err(|_| Error::new(format!("no number of processes: {line}")))?;
+                }
+                ["layer", meta, blob @ ..] if blob.len() < 2 => plan.layers.push(Layer {
+                    meta: (*meta).to_owned(),
+                    blob: blob.first().map(|blob| (*blob).to_owned()),
+                }),
+                ["vsock", port] => {
+                    let port = port.parse();
+                    plan.vsock =
+                        Some(port.map_err(|_| Error::new(format!("no number of a port: {line}")))?);
+                }
+                ["disk", serial] => plan.disk = (*serial).to_owned(),
+                _ => return Err(Error::new(format!("a line of the plan is strange: {line}"))),
+            }
+        }
+        match plan.pids > 0 && !plan.disk.is_empty() {
+            true => Ok(plan),
+            false => Err(Error::new("the plan names no disk or no processes".into())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_keep_their_order() {
+        let plan = Plan::parse("pids 9\nlayer a b\nlayer c\ndisk d\n").unwrap();
+
+        let names: Vec<_> = plan
+            .layers
+            .iter()
+            .map(|l| (l.meta.as_str(), l.blob.as_deref()))
+            .collect();
+        assert_eq!(names, [("a", Some("b")), ("c", None)]);
+        assert_eq!((plan.pids, plan.disk.as_str()), (9, "d"));
+    }
+
+    #[test]
+    fn a_vsock_is_asked_for_by_its_port() {
+        let plan = |more| Plan::parse(&format!("pids 9\ndisk d\n{more}")).unwrap();
+
+        assert_eq!(plan("").vsock, None);
+        assert_eq!(plan("vsock 1024\n").vsock, Some(1024));
+    }
+
+    #[test]
+    fn what_is_strange_or_missing_is_refused() {
+        for text in [
+            "",
+            "pids 1",
+            "disk d",
+            "pids x\ndisk d",
+            "pids 1\ndisk d\nlayer",
+            "pids 1\ndisk d\nlayer a b c",
+            "pids 1\ndisk d\nother",
+            "pids 1\ndisk d\nvsock",
+            "pids 1\ndisk d\nvsock -1",
+        ] {
+            assert!(Plan::parse(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,1 @@
+"""Sandboxes that are whole machines: any disk, a firmware, a screen."""

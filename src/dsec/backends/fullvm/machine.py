@@ -1,0 +1,142 @@
+"""The machine that QEMU is told to be: a PC of 2009 with a disk, a screen, a keyboard and a tablet. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dsec.backends.vm.machine import SOCKETS, TEMPLATE
+from dsec.core.limits import MIB
+from dsec.core.machines import Agent, Bus, Firmware
+
+GENERATION: Final = 1  # of what is below: state of another one does not fit
+_TRANSLATED_MIB: Final = 128  # of an emulated processor's code: a desktop runs much
+_CONSOLE_BYTES: Final = 64 * 1024
+_VIDEO_MIB: Final = 16  # up to 2560x1600
+VIEWERS_MAX: Final = 4  # of one screen by VNC at once
+
+# In the jail.
+BASE: Final = "/base/disk"
+KERNEL: Final = "/base/kernel"
+INITRD: Final = "/base/initrd"
+FIRMWARE_CODE: Final = "/firmware/code.fd"
+DISK_NAME: Final = "disk.qcow2"
+VARIABLES_NAME: Final = "variables.fd"
+OWN: Final = "/disk"
+QGA: Final = "qga"
+VNC: Final = "vnc"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What two machines have in common that can be cloned from one template."""
+
+    image: str  # sha256 of the disk that they begin as
+    format: str
+    firmware: Firmware
+    agent: Agent
+    bus: Bus
+    boot_wait_s: float
+    command_line: str
+    processors: int
+    memory_bytes: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """A qcow2 above others."""
+
+    path: str
+
+
+def machine_arguments(
+    shape: Shape, *, accelerator: str, disk: Sequence[Overlay], memory: str, data: Sequence[str], variables: str | None
+) -> list[str]:
+    """Everything but the program and what it starts from. `disk`: topmost first, without the base. `memory`: the
+    backend object's arguments. `data`: directories of firmware. `variables`: of UEFI, a file of its own."""
+    tcg = accelerator == "tcg"
+    accel = f"tcg,thread=multi,tb-size={_TRANSLATED_MIB}" if tcg else accelerator
+    arguments = ["-nodefaults", "-no-user-config", "-display", "none", "-name", "machine"]
+    for directory in data:
+        arguments += ["-L", directory]
+    arguments += ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]
+    if shape.agent is Agent.DSEC:
+        # To the node, a machine that begins anew is another one.
+        arguments += ["-no-reboot"]
+    arguments += ["-object", memory]
+    machine = "q35,vmport=off,smm=off,memory-backend=ram0"
+    if shape.firmware is Firmware.UEFI:
+        assert variables is not None
+        arguments += ["-blockdev", _json(_file("code", FIRMWARE_CODE, writable=False))]
+        arguments += ["-blockdev", _json(_file("variables", variables, writable=True))]
+        machine += ",pflash0=code,pflash1=variables"
+    arguments += ["-M", machine, "-accel", accel, "-cpu", "max" if tcg else "host", "-smp", str(shape.processors)]
+    arguments += ["-m", f"size={shape.memory_bytes // MIB}M", "-rtc", "base=utc,clock=host"]
+    arguments += ["-boot", "menu=off,strict=on"]
+    arguments += ["-device", f"VGA,id=video,vgamem_mb={_VIDEO_MIB}"]
+    arguments += ["-device", "qemu-xhci,id=usb", "-device", "usb-tablet,bus=usb.0", "-device", "usb-kbd,bus=usb.0"]
+    arguments += ["-blockdev", _json(_disk(shape, disk))]
+    # Two drivers of one device: what a system has that knows nothing of virtual machines, and what is fast.
+    driver = "virtio-blk-pci" if shape.bus is Bus.VIRTIO else "ide-hd,bus=ide.0"
+    arguments += ["-device", f"{driver},drive=disk,serial=disk,bootindex=1"]
+    arguments += ["-device", "virtio-serial-pci,max_ports=4"]
+    for number, (socket, name) in enumerate((("agent", "agent"), ("bell", "bell"), (QGA, "org.qemu.guest_agent.0")), 1):
+        arguments += ["-chardev", f"socket,id={socket},path={SOCKETS}/{socket},server=on,wait=off"]
+        arguments += ["-device", f"virtserialport,chardev={socket},nr={number},name={name}"]
+    # Tells a system that knows it (Linux from 5.18, Windows) that it is a clone, which then has its own randomness.
+    arguments += ["-device", "virtio-rng-pci", "-device", "vmgenid,guid=auto"]
+    arguments += ["-qmp", f"unix:{SOCKETS}/qmp,server=on,wait=off"]
+    arguments += ["-vnc", f"unix:{SOCKETS}/{VNC},share=force-shared,connections={VIEWERS_MAX}"]
+    return [*arguments, "-chardev", f"ringbuf,id=console,size={_CONSOLE_BYTES}", "-serial", "chardev:console"]
+
+
+def boot_arguments(shape: Shape, *, tsc_khz: int | None) -> list[str]:
+    """Of an image that has no boot loader. What is not needed once it runs is given to no clone."""
+    if shape.firmware is not Firmware.KERNEL:
+        return []
+    line = shape.command_line if tsc_khz is None else f"{shape.command_line} tsc_early_khz={tsc_khz}"
+    return ["-kernel", KERNEL, "-initrd", INITRD, "-append", line.strip()]
+
+
+def template_disk() -> list[Overlay]:
+    return [Overlay(f"{TEMPLATE}/{DISK_NAME}")]
+
+
+def clone_disk() -> list[Overlay]:
+    return [Overlay(f"{OWN}/{DISK_NAME}"), *template_disk()]
+
+
+def _disk(shape: Shape, overlays: Sequence[Overlay]) -> dict[str, Any]:
+    """Formats and files are named down to the last: nothing that is written in a file names another."""
+    if shape.format == "raw":
+        node: dict[str, Any] = _file("base", BASE, writable=False)
+    else:
+        node = {"driver": "qcow2", "node-name": "base", "read-only": True, "backing": None, "file": _bytes(BASE)}
+    for number, overlay in reversed(list(enumerate(overlays))):
+        top = number == 0
+        node = {
+            "driver": "qcow2",
+            "node-name": "disk" if top else f"below{number}",
+            "read-only": not top,
+            "file": _bytes(overlay.path),
+            "backing": node,
+        }
+        if top:
+            node |= {"discard": "unmap", "detect-zeroes": "unmap"}
+    return node
+
+
+def _file(name: str, path: str, *, writable: bool) -> dict[str, Any]:
+    return {"driver": "raw", "node-name": name, "read-only": not writable, "file": _bytes(path)}
+
+
+def _bytes(path: str) -> dict[str, Any]:
+    # Bases lie where nobody changes them, and maybe on a file system without locks.
+    return {"driver": "file", "filename": path, "locking": "off"}
+
+
+def _json(node: dict[str, Any]) -> str:
+    return json.dumps(node, separators=(",", ":"))

@@ -1,0 +1,1 @@
+"""Sandboxes that are small virtual machines of our own making, cloned from templates."""

@@ -1,0 +1,87 @@
+"""Which monitor the microvms of this node run under: Firecracker where it is and guests run on the processor itself,
+else QEMU."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsec.backends.microvm.config import MicrovmConfig
+from dsec.backends.vm import machine
+from dsec.backends.vm.accelerator import choose_accelerator, why_no_firecracker
+from dsec.backends.vm.driver import Driver
+from dsec.backends.vm.drivers import Machine, VmDriver
+from dsec.backends.vm.firecracker import find_firecracker
+from dsec.backends.vm.firecracker_driver import FirecrackerDriver, FirecrackerMachine
+from dsec.backends.vm.initramfs import build_initramfs
+from dsec.backends.vm.kernel import GuestKernel, content_digest, fetch_kernel, find_kernel
+from dsec.backends.vm.qemu import find_qemu
+from dsec.backends.vm.qemu_machine import QemuMachine
+from dsec.binaries import find_binary
+from dsec.core.errors import HostError, UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    driver: VmDriver[Any]
+    identity: dict[str, str]  # of all templates
+    shown: dict[str, str]  # for people
+
+
+async def choose_monitor(config: MicrovmConfig) -> Chosen:
+    """Raises HostError or UnsupportedError: what is missing, or does not work."""
+    guest, agent = find_binary("dsec-guest"), find_binary("dsec-agent")
+    find_binary("dsec-jail")
+    if config.monitor == "qemu":
+        find_qemu(config.qemu)  # before a kernel is fetched
+    kernel = await asyncio.to_thread(_kernel, config)
+    initramfs = await asyncio.to_thread(
+        lambda: build_initramfs(kernel, guest=guest, agent=agent, cache=config.cache_dir)
+    )
+    driver: VmDriver[Any]
+    if await _why_not_firecracker(config, kernel) is None:
+        firecracker = find_firecracker(config.firecracker)
+        driver = FirecrackerDriver(firecracker, kernel.vmlinux, initramfs, served=config.memory == "served")
+        processor = "kvm"
+    else:
+        qemu = find_qemu(config.qemu)
+        accelerator = await choose_accelerator(config.accelerator, qemu, kernel, cache=config.cache_dir)
+        driver = Driver(qemu, accelerator.name, kernel.vmlinux, initramfs)
+        emulated = f"emulated ({accelerator.reason}): slow, and no boundary of the same quality"
+        processor = emulated if accelerator.name == "tcg" else "kvm"
+    identity = {
+        "generation": str(machine.GENERATION),
+        "initramfs": initramfs.name,
+        "kernel_name": kernel.name,
+        "kernel": await asyncio.to_thread(content_digest, kernel),
+        **driver.identity,
+    }
+    return Chosen(driver, identity, {**driver.shown, "processor": processor, "kernel": kernel.name})
+
+
+def control_of(monitor: str, sockets: Path, *, owner: int) -> Machine:
+    """A machine that runs, under the monitor of its record."""
+    kind = FirecrackerMachine if monitor == FirecrackerDriver.name else QemuMachine
+    return kind(sockets, owner=owner)
+
+
+async def _why_not_firecracker(config: MicrovmConfig, kernel: GuestKernel) -> str | None:
+    """Raises UnsupportedError or HostError when it is asked for by name."""
+    if config.monitor == "qemu" or (config.monitor == "auto" and config.accelerator == "tcg"):
+        return "as configured"
+    try:
+        firecracker = find_firecracker(config.firecracker)
+    except HostError as error:
+        if config.monitor == "firecracker":
+            raise
+        return error.message
+    reason = await why_no_firecracker(firecracker, kernel, cache=config.cache_dir)
+    if reason is not None and config.monitor == "firecracker":
+        raise UnsupportedError(f"Firecracker does not work here: {reason}", hint='set monitor = "qemu" to emulate')
+    return reason
+
+
+def _kernel(config: MicrovmConfig) -> GuestKernel:
+    return find_kernel(config.cache_dir, config.kernel) or fetch_kernel(config.cache_dir, config.kernel)

@@ -1,0 +1,1 @@
+"""What both kinds of virtual machine share: monitors, guests, disks, templates. Not a backend."""

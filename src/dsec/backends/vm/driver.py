@@ -1,0 +1,140 @@
+"""Machines under QEMU: booted once as a template, cloned from then on.
+
+The state of a stopped machine is two things: its memory, which is a file that the template's monitor has mapped shared,
+and its devices, some 100 KiB that QEMU writes as for a migration that leaves memory out (`x-ignore-shared`). A clone
+maps the file privately and loads the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Final
+
+from dsec.backends.vm import machine
+from dsec.backends.vm.disks import make_disk
+from dsec.backends.vm.initramfs import plan_text, with_plan
+from dsec.backends.vm.machine import Drive, Shape
+from dsec.backends.vm.monitor import Confines, MonitorProcess
+from dsec.backends.vm.qcow2 import write_overlay
+from dsec.backends.vm.qemu import tsc_khz
+from dsec.backends.vm.qemu_machine import QemuMachine
+from dsec.backends.vm.running import Runner
+from dsec.backends.vm.templates import CONSOLE, DISK, RAM, STATE, Template
+from dsec.wire.jail import JailBind
+
+_DISK_NAME: Final = "disk.qcow2"
+
+
+@dataclass(frozen=True, slots=True)
+class Driver(Runner):
+    vmlinux: Path
+    initramfs: Path
+    name: ClassVar[str] = "qemu"
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return {"monitor": self.qemu.text, "accelerator": self.accelerator}
+
+    @property
+    def shown(self) -> dict[str, str]:
+        kept = "read only" if self.qemu.keeps_templates else "writable by monitors (QEMU before 8.2)"
+        return {"monitor": self.qemu.text, "templates": kept}
+
+    def control(self, sockets: Path, *, owner: int) -> QemuMachine:
+        return QemuMachine(sockets, owner=owner)
+
+    # ---- templates -------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def booting(
+        self, directory: Path, shape: Shape, confines: Confines, layers: list[JailBind]
+    ) -> AsyncIterator[QemuMachine]:
+        """A machine that boots in `directory`, of whose memory a template can be made. Its end is the block's."""
+        plan = plan_text(
+            layers=[(f"l{n}", f"l{n}b" if apart else None) for n, (_, apart) in enumerate(shape.layers)],
+            disk="disk",
+            pids=shape.pids,
+        )
+        await asyncio.to_thread(self._lay_out, directory, shape, plan, confines.uid)
+        binds = [*layers, JailBind(str(directory), machine.TEMPLATE, writable=True)]
+        binds.append(JailBind(str(self.vmlinux), "/boot/vmlinux"))
+        drive = Drive("disk", f"{machine.TEMPLATE}/{DISK}", writable=True)
+        argv = self._argv(shape, drive, memory=machine.template_memory(shape.memory_bytes))
+        argv += machine.console_file(f"{machine.TEMPLATE}/{CONSOLE}")
+        argv += machine.boot_arguments(
+            kernel="/boot/vmlinux",
+            initramfs=f"{machine.TEMPLATE}/initramfs",
+            tsc_khz=tsc_khz() if self.accelerator == "tcg" else None,
+        )
+        confines = replace(confines, binds=(*confines.binds, *binds))
+        async with self.running(confines, argv, directory / CONSOLE) as monitor:
+            found = self.control(confines.sockets, owner=confines.uid)
+            found.take(monitor)
+            try:
+                yield found
+            finally:
+                found.close()
+
+    async def save(self, found: QemuMachine, directory: Path) -> None:
+        """Stops the machine and writes its devices' state; it is of no other use afterwards."""
+        await self.save_state(await found.monitor(), directory)
+        for name in ("initramfs", CONSOLE):
+            (directory / name).unlink(missing_ok=True)
+        (directory / DISK).chmod(0o444)
+
+    def _lay_out(self, directory: Path, shape: Shape, plan: str, uid: int) -> None:
+        with_plan(self.initramfs, plan, directory / "initramfs")
+        make_disk(directory / DISK, shape.disk_bytes)
+        for name in (RAM, STATE, CONSOLE):
+            (directory / name).touch(mode=0o600)
+        os.truncate(directory / RAM, shape.memory_bytes)
+        for name in ("initramfs", DISK, RAM, STATE, CONSOLE):
+            os.chown(directory / name, uid, uid)
+        directory.chmod(0o711)
+
+    # ---- clones ----------------------------------------------------------------------------------
+
+    def prepare_clone(self, template: Template, directory: Path, shape: Shape, uid: int) -> None:
+        """The clone's own disk: all that it has not written is the template's. Blocking."""
+        disk = directory / _DISK_NAME
+        write_overlay(disk, backing=f"{machine.TEMPLATE}/{DISK}", backing_format="raw", size_bytes=shape.disk_bytes)
+        os.chown(disk, uid, uid)
+
+    def spawn(
+        self, template: Template, directory: Path, shape: Shape, confines: Confines, layers: list[JailBind]
+    ) -> MonitorProcess:
+        """The monitor of a clone, which waits for its state. Raises LaunchError."""
+        binds = [*layers, JailBind(str(directory), "/disk", writable=True)]
+        keeps = self.qemu.keeps_templates
+        binds += [
+            JailBind(str(template.directory / RAM), f"{machine.TEMPLATE}/{RAM}", writable=not keeps),
+            JailBind(str(template.directory / STATE), f"{machine.TEMPLATE}/{STATE}"),
+            JailBind(str(template.directory / DISK), f"{machine.TEMPLATE}/{DISK}"),
+        ]
+        drive = Drive("disk", machine.DISK, format="qcow2", writable=True)
+        argv = self._argv(shape, drive, memory=machine.clone_memory(shape.memory_bytes, read_only=keeps))
+        argv += machine.console_ring()
+        return self.start(replace(confines, binds=(*confines.binds, *binds)), [*argv, "-incoming", "defer"])
+
+    async def go_on(self, found: QemuMachine, process: MonitorProcess, template: Template, confines: Confines) -> None:
+        """The machine goes on where the template was stopped. Raises LaunchError; the process is the caller's."""
+        found.take(await self.start_clone(process, template, confines.sockets, confines.uid))
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _argv(self, shape: Shape, disk: Drive, *, memory: str) -> list[str]:
+        return [
+            str(self.qemu.path),
+            *machine.machine_arguments(
+                shape,
+                accelerator=self.accelerator,
+                drives=machine.drives_of(shape, disk=disk),
+                memory=memory,
+                firmware=str(self.qemu.firmware),
+            ),
+        ]

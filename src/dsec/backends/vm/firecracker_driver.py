@@ -1,0 +1,285 @@
+"""Machines under Firecracker: as those under QEMU, booted once as a template, and cloned from then on.
+
+A stopped machine is two files that Firecracker writes, its memory and the state of its devices. A clone maps the
+memory privately, or has it served page by page by `dsec-pages`. The state holds the paths of all files, so each clone
+finds its own under the same names: the jail gives them.
+
+The jail is `dsec-jail` and not Firecracker's `jailer`, which has no namespaces for IPC and names, a network namespace
+only if somebody else has made one, leaves capabilities in the bounding set and new privileges to be had, and binds
+nothing: each file of a template would be linked or copied into a directory of each clone, on one file system. What it
+has that ours did not, a node of its own for each device, ours has now (tests/contract/test_firecracker.py compares).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import string
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Final
+
+from dsec.backends.vm import machine
+from dsec.backends.vm.disks import copy_disk, drop_holes, make_disk
+from dsec.backends.vm.drivers import said_by, said_on
+from dsec.backends.vm.firecracker import Firecracker
+from dsec.backends.vm.firecracker_api import FirecrackerApi
+from dsec.backends.vm.initramfs import plan_text, with_plan
+from dsec.backends.vm.machine import Shape
+from dsec.backends.vm.monitor import Confines, MonitorProcess, jail_plan
+from dsec.backends.vm.qmp import MonitorError
+from dsec.backends.vm.templates import CONSOLE, DISK, RAM, STATE, Template
+from dsec.backends.vm.vsock import AgentVsock
+from dsec.binaries import find_binary
+from dsec.core.errors import DeadlineError, DsecError, LaunchError, UnsupportedError
+from dsec.core.faults import fault_point
+from dsec.core.limits import MIB
+from dsec.wire.jail import JailBind
+
+GENERATION: Final = "firecracker-1"  # of what is below: a snapshot of another one does not fit
+AGENT_PORT: Final = 1024
+# Interrupts of a machine without PCI: 19, less vsock, entropy, balloon, disk, and the one that tells of a clone.
+DRIVES_MAX: Final = 14
+
+_GUEST_CID: Final = 3
+_POLL_S: Final = 0.002
+_MONITOR_S: Final = 30.0
+_SAVE_S: Final = 120.0
+_KERNEL: Final = (
+    "console=ttyS0 quiet panic=-1 oops=panic reboot=k pci=off mitigations=off random.trust_cpu=on 8250.nr_uarts=1 "
+    "init_on_alloc=0 cryptomgr.notests audit=0 apparmor=0 rcupdate.rcu_expedited=1 swiotlb=noforce rdinit=/init"
+)
+
+# In the jail.
+_PROGRAM: Final = "/firecracker"
+_PAGES: Final = "/dsec-pages"
+_API: Final = "api"
+_VSOCK: Final = "vsock"
+_SERVED: Final = "pages"
+_DISK: Final = f"/disk/{DISK}"
+_USERFAULTS: Final = "/dev/userfaultfd"
+
+
+class FirecrackerMachine:
+    def __init__(self, sockets: Path, *, owner: int) -> None:
+        self.api = FirecrackerApi(sockets / _API, owner=owner)
+        self._vsock = AgentVsock(sockets / _VSOCK, AGENT_PORT, owner=owner)
+
+    async def pause(self, *, timeout_s: float) -> None:
+        """Its processors stand still."""
+        await self.api.patch("/vm", {"state": "Paused"}, timeout_s=timeout_s)
+
+    async def resume(self, *, timeout_s: float) -> None:
+        await self.api.patch("/vm", {"state": "Resumed"}, timeout_s=timeout_s)
+
+    async def connect(self, factory: Callable[[], asyncio.Protocol], *, timeout_s: float) -> asyncio.Transport:
+        return await self._vsock.connect(factory, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._vsock.close()
+
+
+@dataclass(frozen=True, slots=True)
+class FirecrackerDriver:
+    firecracker: Firecracker
+    vmlinux: Path
+    initramfs: Path
+    served: bool = False  # memory of clones by `dsec-pages`, not by mapping the file
+    name: ClassVar[str] = "firecracker"
+
+    @property
+    def accelerator(self) -> str:
+        return "kvm"
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return {"monitor": self.firecracker.text, "accelerator": "kvm", "generation": GENERATION}
+
+    @property
+    def shown(self) -> dict[str, str]:
+        memory = "served page by page" if self.served else "mapped"
+        return {"monitor": self.firecracker.text, "templates": "read only", "memory": memory}
+
+    def control(self, sockets: Path, *, owner: int) -> FirecrackerMachine:
+        return FirecrackerMachine(sockets, owner=owner)
+
+    # ---- templates -------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def booting(
+        self, directory: Path, shape: Shape, confines: Confines, layers: list[JailBind]
+    ) -> AsyncIterator[FirecrackerMachine]:
+        """A machine that boots in `directory`, of whose memory a template can be made. Its end is the block's."""
+        drives = drives_of(shape)
+        await asyncio.to_thread(self._lay_out, directory, shape, confines.uid)
+        binds = [
+            *layers,
+            JailBind(str(directory), machine.TEMPLATE, writable=True),
+            JailBind(str(directory / DISK), _DISK, writable=True),
+            JailBind(str(self.vmlinux), "/boot/vmlinux"),
+        ]
+        confines = replace(confines, binds=(*confines.binds, *binds))
+        console = directory / CONSOLE
+        process = self._start(confines, output=console)
+        try:
+            found = self.control(confines.sockets, owner=confines.uid)
+            await self._ready(found.api, process)
+            await self._boot(found.api, shape, drives)
+            try:
+                yield found
+            finally:
+                found.close()
+        except (DsecError, TimeoutError) as error:
+            message = error.message if isinstance(error, DsecError) else "it did not come up in time"
+            said = said_by(f"a template did not come up: {message}", process)
+            raise LaunchError(f"{said}{said_on(console)}", step="template") from error
+        finally:
+            await asyncio.shield(process.end())
+            process.forget()
+
+    async def save(self, found: FirecrackerMachine, directory: Path) -> None:
+        """Stops the machine and writes it; it is of no other use afterwards."""
+        fault_point("vm.template.save")
+        await found.pause(timeout_s=_MONITOR_S)
+        paths = {"snapshot_path": f"{machine.TEMPLATE}/{STATE}", "mem_file_path": f"{machine.TEMPLATE}/{RAM}"}
+        await found.api.put("/snapshot/create", {"snapshot_type": "Full", **paths}, timeout_s=_SAVE_S)
+        for name in ("initramfs", CONSOLE):
+            (directory / name).unlink(missing_ok=True)
+        await asyncio.to_thread(drop_holes, directory / RAM)
+        for name in (DISK, RAM, STATE):
+            (directory / name).chmod(0o444)
+
+    def _lay_out(self, directory: Path, shape: Shape, uid: int) -> None:
+        # Firecracker gives disks no serial number of ours: the guest has them in the order in which they were attached.
+        names = (f"/dev/vd{letter}" for letter in string.ascii_lowercase)
+        layers = [(next(names), next(names) if apart else None) for _, apart in shape.layers]
+        plan = plan_text(layers=layers, disk=next(names), pids=shape.pids, vsock=AGENT_PORT)
+        with_plan(self.initramfs, plan, directory / "initramfs")
+        make_disk(directory / DISK, shape.disk_bytes)
+        for name in (RAM, STATE, CONSOLE):
+            (directory / name).touch(mode=0o600)
+        for name in ("initramfs", DISK, RAM, STATE, CONSOLE):
+            os.chown(directory / name, uid, uid)
+        directory.chmod(0o711)
+
+    async def _boot(self, api: FirecrackerApi, shape: Shape, drives: list[tuple[str, str, bool]]) -> None:
+        memory = {"mem_size_mib": shape.memory_bytes // MIB, "smt": False, "track_dirty_pages": False}
+        await api.put("/machine-config", {"vcpu_count": shape.processors, **memory})
+        paths = {"kernel_image_path": "/boot/vmlinux", "initrd_path": f"{machine.TEMPLATE}/initramfs"}
+        await api.put("/boot-source", {**paths, "boot_args": _KERNEL})
+        for name, path, writable in drives:
+            drive = {"drive_id": name, "path_on_host": path, "is_root_device": False, "is_read_only": not writable}
+            await api.put(f"/drives/{name}", drive)
+        await api.put("/vsock", {"guest_cid": _GUEST_CID, "uds_path": f"{machine.SOCKETS}/{_VSOCK}"})
+        await api.put("/entropy", {})
+        balloon: dict[str, object] = {"amount_mib": 0, "deflate_on_oom": True}
+        if self.firecracker.reports_free_pages:
+            balloon["free_page_reporting"] = True
+        await api.put("/balloon", balloon)
+        await api.put("/actions", {"action_type": "InstanceStart"})
+
+    # ---- clones ----------------------------------------------------------------------------------
+
+    def prepare_clone(self, template: Template, directory: Path, shape: Shape, uid: int) -> None:
+        """The clone's own disk: raw, as Firecracker knows no other. Blocking."""
+        copy_disk(template.directory / DISK, directory / DISK)
+        os.chown(directory / DISK, uid, uid)
+
+    def clone_confines(
+        self, template: Template, directory: Path, confines: Confines, layers: list[JailBind]
+    ) -> Confines:
+        binds = [
+            *layers,
+            JailBind(str(directory), "/disk", writable=True),
+            JailBind(str(template.directory / RAM), f"{machine.TEMPLATE}/{RAM}"),
+            JailBind(str(template.directory / STATE), f"{machine.TEMPLATE}/{STATE}"),
+        ]
+        return replace(confines, binds=(*confines.binds, *binds))
+
+    def spawn(
+        self, template: Template, directory: Path, shape: Shape, confines: Confines, layers: list[JailBind]
+    ) -> MonitorProcess:
+        return self._start(self.clone_confines(template, directory, confines, layers))
+
+    async def go_on(
+        self, found: FirecrackerMachine, process: MonitorProcess, template: Template, confines: Confines
+    ) -> None:
+        """The machine goes on where the template was stopped. Raises LaunchError; the process is the caller's."""
+        pages: MonitorProcess | None = None
+        try:
+            await self._ready(found.api, process)
+            backend = {"backend_type": "File", "backend_path": f"{machine.TEMPLATE}/{RAM}"}
+            if self.served:
+                pages = await _serve_pages(template, confines)
+                backend = {"backend_type": "Uffd", "backend_path": f"{machine.SOCKETS}/{_SERVED}"}
+            load = {"snapshot_path": f"{machine.TEMPLATE}/{STATE}", "mem_backend": backend, "resume_vm": True}
+            await found.api.put("/snapshot/load", load, timeout_s=_SAVE_S)
+        except BaseException as error:
+            if pages is not None:
+                await asyncio.shield(pages.end())
+            if isinstance(error, (MonitorError, DeadlineError, TimeoutError)):
+                message = error.message if isinstance(error, DsecError) else "it did not come up in time"
+                raise LaunchError(said_by(f"a clone did not start: {message}", process), step="clone") from error
+            raise
+        process.hush()
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _start(self, confines: Confines, *, output: Path | None = None) -> MonitorProcess:
+        binds = [JailBind(str(self.firecracker.path), _PROGRAM)]
+        if self.served and os.path.exists(_USERFAULTS):  # noqa: PTH110
+            binds.append(JailBind(_USERFAULTS, _USERFAULTS, device=True, owned=True))
+        argv = [_PROGRAM, "--id", "microvm", "--api-sock", f"{machine.SOCKETS}/{_API}", "--level", "Warning"]
+        confines = replace(confines, binds=(*confines.binds, *binds), kvm=True)
+        return MonitorProcess.start(jail_plan(confines, argv, programs=False), output=output)
+
+    async def _ready(self, api: FirecrackerApi, process: MonitorProcess) -> None:
+        """Its control socket appears some milliseconds after its start. Raises MonitorError when it ends before."""
+        async with asyncio.timeout(_MONITOR_S):
+            while True:
+                if process.ended.done():
+                    raise MonitorError("the monitor ended at its start")
+                try:
+                    await api.get("/version")
+                except MonitorError:
+                    await asyncio.sleep(_POLL_S)
+                else:
+                    return
+
+
+async def _serve_pages(template: Template, confines: Confines) -> MonitorProcess:
+    """The program that serves the template's memory to one clone; it ends with the clone's monitor."""
+    program = JailBind(str(find_binary("dsec-pages")), _PAGES)
+    memory = JailBind(str(template.directory / RAM), f"{machine.TEMPLATE}/{RAM}")
+    own = replace(confines, binds=(*confines.binds, program, memory), kvm=False)
+    argv = [_PAGES, f"{machine.SOCKETS}/{_SERVED}", f"{machine.TEMPLATE}/{RAM}"]
+    process = MonitorProcess.start(jail_plan(own, argv, programs=False))
+    try:
+        async with asyncio.timeout(_MONITOR_S):
+            while not (confines.sockets / _SERVED).exists():
+                if process.ended.done():
+                    raise MonitorError(said_by("the memory of a clone is not served", process))
+                await asyncio.sleep(_POLL_S)
+    except BaseException:
+        await asyncio.shield(process.end())
+        raise
+    process.hush()
+    return process
+
+
+def drives_of(shape: Shape) -> list[tuple[str, str, bool]]:
+    """Name, path in the jail, and whether it is written, in the order in which the guest finds them. Raises
+    UnsupportedError."""
+    drives: list[tuple[str, str, bool]] = []
+    for number, (_, apart) in enumerate(shape.layers):
+        drives.append((f"l{number}", f"/layers/{number}.meta", False))
+        if apart:
+            drives.append((f"l{number}b", f"/layers/{number}.blob", False))
+    if len(drives) > DRIVES_MAX:
+        raise UnsupportedError(
+            f"Firecracker has at most {DRIVES_MAX} devices for layers, and the environment has {len(drives)}",
+            hint="collapse it: `dsec env collapse NAME`",
+        )
+    return [*drives, ("disk", _DISK, True)]

@@ -1,0 +1,171 @@
+"""One running machine, seen from the node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Generic, Protocol, TypeVar
+
+from dsec.backends.base import Capture, InstanceExit, InstanceUsage
+from dsec.backends.vm.drivers import Machine
+from dsec.backends.vm.monitor import MonitorProcess
+from dsec.backends.vm.paused import PausedMemory
+from dsec.backends.vm.qemu_machine import QemuMachine
+from dsec.backends.vm.qmp import Monitor, MonitorError
+from dsec.backends.vm.record import MachineRecord
+from dsec.core.errors import DeadlineError, FreezeTimeoutError, SandboxFaultError, UnsupportedError
+from dsec.core.faults import fault_point
+from dsec.core.ids import SandboxId
+from dsec.core.states import EndCause
+from dsec.density.use import CgroupUse
+
+_MONITOR_S: Final = 10.0
+_AGENT_S: Final = 10.0
+
+R = TypeVar("R", bound=MachineRecord)
+R_contra = TypeVar("R_contra", bound=MachineRecord, contravariant=True)
+
+
+class Remover(Protocol[R_contra]):
+    """The backend that made it."""
+
+    async def remove(self, record: R_contra) -> None: ...
+
+
+class MachineInstance(Generic[R]):
+    def __init__(
+        self,
+        backend: Remover[R],
+        record: R,
+        process: MonitorProcess,
+        machine: Machine | None = None,
+        *,
+        page_out: bool = False,
+    ) -> None:
+        """`page_out`: while it is paused its memory goes to swap."""
+        self._backend = backend
+        self._record = record
+        self._process = process
+        self._page_out = page_out
+        self._memory = PausedMemory(record.sandbox, process.pid)
+        self._machine = machine or QemuMachine(Path(record.sockets), owner=record.uid)
+        self._use = CgroupUse(record.cgroup2, record.cgroup1)
+        self._destroyed = False
+        self._destroying = asyncio.Lock()
+
+    @property
+    def id(self) -> SandboxId:
+        return SandboxId(self._record.sandbox)
+
+    @property
+    def record(self) -> bytes:
+        return self._record.to_bytes()
+
+    @property
+    def facts(self) -> R:
+        return self._record
+
+    def become(self, record: R) -> None:
+        """A spare that is claimed: the same machine under its sandbox's name."""
+        self._record = record
+
+    def take(self, monitor: Monitor) -> None:
+        """Of QEMU: a connection to it that was made already."""
+        assert isinstance(self._machine, QemuMachine)
+        self._machine.take(monitor)
+
+    @property
+    def pid(self) -> int:
+        """Host pid of the monitor."""
+        return self._process.pid
+
+    async def connect(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
+        try:
+            return await self._machine.connect(factory, timeout_s=_AGENT_S)
+        except MonitorError as error:
+            raise SandboxFaultError(f"the agent of {self.id} cannot be reached: {error}", sandbox=self.id) from error
+
+    # ---- facts -----------------------------------------------------------------------------------
+
+    async def usage(self) -> InstanceUsage:
+        """Of the monitor with all that its guest does. What the guest ends for memory its agent tells of each exec."""
+        use = self._use
+        return InstanceUsage(
+            cpu_s=use.cpu_s(),
+            memory_bytes=use.memory_bytes(),
+            memory_peak_bytes=use.memory_peak_bytes(),
+            disk_used_bytes=self._disk_bytes(),
+            cpu_pressure_s=use.pressure_s("cpu"),
+            memory_pressure_s=use.pressure_s("memory"),
+        )
+
+    def _disk_bytes(self) -> int | None:
+        """On the node's disk."""
+        try:
+            return sum(path.stat().st_blocks * 512 for path in Path(self._record.directory).iterdir())
+        except OSError:
+            return None
+
+    async def bound_memory(self, memory_bytes: int) -> None:
+        raise UnsupportedError("a machine has the memory that it was made with")
+
+    def memory_now(self) -> int | None:
+        return self._use.memory_bytes()
+
+    def memory_events(self) -> tuple[int | None, int]:
+        return self._use.memory_peak_bytes(), 0
+
+    def forget_memory_peak(self) -> None:
+        self._use.forget_memory_peak()
+
+    # ---- pause -----------------------------------------------------------------------------------
+
+    async def pause(self, *, deadline_s: float) -> None:
+        """Its processors stand still, and its clock with them."""
+        fault_point("vm.pause")
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._machine.pause(timeout_s=deadline_s)
+        except (TimeoutError, DeadlineError) as error:
+            raise FreezeTimeoutError(f"{self.id} did not stop within {deadline_s:g} s", sandbox=self.id) from error
+        if self._page_out:
+            self._memory.give_back()
+
+    async def resume(self) -> None:
+        """Raises HostError; it may be asked for again."""
+        fault_point("vm.resume")
+        await self._memory.keep()
+        await self._machine.resume(timeout_s=_MONITOR_S)
+
+    async def control(self) -> Monitor:
+        """Of QEMU."""
+        assert isinstance(self._machine, QemuMachine)
+        return await self._machine.monitor()
+
+    async def snapshot(self) -> Capture:
+        raise UnsupportedError("virtual machines have no snapshots yet", hint="use backend='container'")
+
+    # ---- end -------------------------------------------------------------------------------------
+
+    async def wait(self) -> InstanceExit:
+        await asyncio.shield(self._process.ended)
+        if self._destroyed or self._destroying.locked():
+            return InstanceExit(EndCause.DESTROYED)
+        return InstanceExit(EndCause.SANDBOX_FAULT, "its machine has ended: its agent, its kernel, or its monitor")
+
+    async def destroy(self) -> None:
+        async with self._destroying:
+            if self._destroyed:
+                return
+            self._machine.close()
+            await self._process.end()
+            await self._memory.keep()
+            await self._backend.remove(self._record)
+            self._destroyed = True
+
+    def abandon(self) -> None:
+        """Stop watching; the machine runs on."""
+        self._memory.abandon()
+        self._machine.close()
+        self._process.forget()

@@ -1,0 +1,129 @@
+"""`dsec vm`: images that full machines begin as."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsec.cli.console import Json, age, client, put_json, run_async, say, settings, table
+from dsec.cli.pages import command
+
+app = typer.Typer(help="Images that full machines begin as.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the image.", show_default=False)]
+
+
+def import_(
+    name: Name,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A disk; a file of the node.", show_default=False)],
+    format: Annotated[str, typer.Option(metavar="NAME", help="raw or qcow2.", show_default=False)],
+    firmware: Annotated[str, typer.Option(metavar="NAME", help="bios or uefi.")] = "bios",
+    agent: Annotated[str, typer.Option(metavar="NAME", help="What runs inside: dsec, qga or none.")] = "none",
+    bus: Annotated[str, typer.Option(metavar="NAME", help="virtio or sata.")] = "virtio",
+    boot_wait: Annotated[
+        float, typer.Option(metavar="SECONDS", help="It is saved so long after power on, or its agent's answer.")
+    ] = 0.0,
+    json: Json = False,
+) -> None:
+    """Copy a disk as an image."""
+    for option, given, choices in (
+        ("--format", format, ("raw", "qcow2")),
+        ("--firmware", firmware, ("bios", "uefi")),
+        ("--agent", agent, ("dsec", "qga", "none")),
+        ("--bus", bus, ("virtio", "sata")),
+    ):
+        if given not in choices:
+            raise typer.BadParameter(f"is one of {', '.join(choices)}", param_hint=option)
+
+    async def work() -> None:
+        async with client() as c:
+            info = await c.machines.import_disk(
+                name, file, format=format, firmware=firmware, agent=agent, bus=bus, boot_wait_s=boot_wait
+            )
+        if settings.json:
+            put_json(info)
+        else:
+            print(info.name)
+
+    run_async(work())
+
+
+def build(
+    name: Name,
+    packages: Annotated[list[str] | None, typer.Argument(metavar="[PACKAGE…]", help="More Debian packages.")] = None,
+    debian: Annotated[bool, typer.Option("--debian", help="From Debian packages: what there is today.")] = False,
+    desktop: Annotated[bool, typer.Option("--desktop", help="With X, a window manager and a terminal.")] = False,
+    suite: Annotated[str | None, typer.Option(metavar="NAME", help="Such as bookworm.", show_default=False)] = None,
+    disk: Annotated[str, typer.Option(metavar="SIZE", help="Of a machine that asks for no other.")] = "10GiB",
+    json: Json = False,
+) -> None:
+    """Install a system with our agent as an image."""
+    if not debian:
+        raise typer.BadParameter("say what from: --debian")
+    from dsec.cli.environments import Progress
+
+    async def work() -> None:
+        async with client() as c:
+            with Progress() as progress:
+                info = await c.machines.build(
+                    name, packages or (), desktop=desktop, suite=suite, disk=disk, on_event=progress.hear
+                )
+        if settings.json:
+            put_json(info)
+        else:
+            print(info.name)
+
+    run_async(work())
+
+
+def list_(json: Json = False) -> None:
+    """List the images."""
+
+    async def work() -> None:
+        from dsec.core.units import format_size
+
+        async with client() as c:
+            found = await c.machines.list()
+        if settings.json:
+            put_json(found)
+            return
+        rows = [
+            (
+                image.name,
+                image.firmware,
+                image.agent,
+                format_size(image.disk_bytes),
+                format_size(image.used_bytes),
+                age(time.time() - image.created_at),
+            )
+            for image in found
+        ]
+        table(("NAME", "FIRMWARE", "AGENT", "DISK", "USED", "AGE"), rows)
+
+    run_async(work())
+
+
+def rm(
+    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Of images.")],
+    json: Json = False,
+) -> None:
+    """Remove images. Machines of them run on."""
+
+    async def work() -> None:
+        async with client() as c:
+            for name in names:
+                await c.machines.remove(name)
+                if not settings.json:
+                    say(f"removed {name}")
+        if settings.json:
+            put_json({"removed": names})
+
+    run_async(work())
+
+
+command(app, build, of="vm")
+command(app, import_, "import", of="vm")
+command(app, list_, "ls", of="vm")
+command(app, rm, of="vm")

@@ -1,0 +1,69 @@
+"""What there is to say of full machines and their screens."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dsec.cli.page import Page
+
+MACHINES: Final[dict[str, Page]] = {
+    "vm build": Page(
+        "Packages come from the sources that the node's own apt uses; it takes minutes. The system boots its kernel "
+        "directly and has our agent as a service: commands, sessions and files work as everywhere.",
+        (
+            ("dsec vm build deb --debian", "a small system"),
+            ("dsec vm build desk --debian --desktop firefox-esr", "with a screen to work at"),
+        ),
+        "a MachineInfo record",
+    ),
+    "vm import": Page(
+        "The format is as said, never guessed; a qcow2 that stands on other files is refused. The first sandbox of a "
+        "shape boots the disk, and is saved --boot-wait seconds after power on, or after its agent's first answer; all "
+        "others go on from there.",
+        (
+            ("dsec vm import android android.img --format raw --bus sata", "a system without an agent"),
+            ("dsec vm import debian disk.qcow2 --format qcow2 --agent qga", "one with qemu-guest-agent"),
+        ),
+        "a MachineInfo record",
+    ),
+    "vm ls": Page("", (("dsec vm ls", "what machines can begin as"),), "a list of MachineInfo records"),
+    "vm rm": Page("Machines of it run on.", (("dsec vm rm android", "remove it"),), "removed"),
+    "screen shot": Page(
+        "",
+        (
+            ("dsec screen shot win now.png", "what it shows now"),
+            ("dsec screen shot win screen.png", "to standard output"),
+        ),
+        "file and bytes",
+    ),
+    "screen move": Page("", (("dsec screen move win 100 200", "point there"),), "width and height of the screen"),
+    "screen click": Page(
+        "",
+        (
+            ("dsec screen click win 100 200", "with the left button"),
+            ("dsec screen click win 100 200 --button right", "a menu, most often"),
+        ),
+        "width and height of the screen",
+    ),
+    "screen drag": Page(
+        "", (("dsec screen drag win 10 10 300 300", "select, or move"),), "width and height of the screen"
+    ),
+    "screen scroll": Page(
+        "",
+        (("dsec screen scroll win 3", "down"), ("dsec screen scroll win -- -3", "up")),
+        "width and height of the screen",
+    ),
+    "screen type": Page(
+        "",
+        (("dsec screen type win 'echo hello' --enter", "a command in a terminal"),),
+        "width and height of the screen",
+    ),
+    "screen key": Page(
+        "",
+        (
+            ("dsec screen key win enter", "one key"),
+            ("dsec screen key win ctrl+l f5", "two, one after the other"),
+        ),
+        "width and height of the screen",
+    ),
+}

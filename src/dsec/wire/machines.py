@@ -1,0 +1,56 @@
+"""Images that full machines begin as: shared by node, API, SDK and CLI."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dsec.core import limits
+from dsec.core.errors import InvalidArgumentError, LimitError
+from dsec.core.ids import parse_name
+from dsec.core.machines import Agent, Bus, Firmware
+
+
+class MachineImport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A disk in a file of the node. What it is must be said: nothing is guessed from what is in it."""
+
+    name: str
+    path: str
+    format: str  # raw | qcow2
+    firmware: Firmware = Firmware.BIOS  # bios | uefi
+    agent: Agent = Agent.NONE  # which agent runs inside: dsec | qga | none
+    bus: Bus = Bus.VIRTIO  # virtio | sata
+    boot_wait_s: float = 0.0  # it is saved as a template so long after power on, or after its agent's first answer
+
+    def __post_init__(self) -> None:
+        parse_name(self.name, "image name")
+        if not self.path.startswith("/") or "\0" in self.path or len(self.path) > limits.PATH_BYTES_MAX:
+            raise InvalidArgumentError("the path of a disk must be absolute")
+        if self.firmware is Firmware.KERNEL:
+            raise InvalidArgumentError(
+                "a disk is imported with bios or uefi", hint="kernels are those of `dsec vm build`"
+            )
+        if not 0.0 <= self.boot_wait_s <= limits.MACHINE_BOOT_WAIT_S_MAX:
+            raise LimitError(f"boot_wait_s must be between 0 and {limits.MACHINE_BOOT_WAIT_S_MAX:g}")
+
+
+class MachineRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class MachineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One image, by whose name sandboxes of backend "fullvm" are created."""
+
+    name: str
+    format: str
+    firmware: str
+    agent: str
+    bus: str
+    boot_wait_s: float
+    disk_bytes: int
+    used_bytes: int  # on the node's disk
+    sha256: str
+    created_at: float
+
+
+class MachinePage(msgspec.Struct, frozen=True):
+    machines: list[MachineInfo] = []

@@ -1,0 +1,454 @@
+"""The driver against the real Firecracker. Its guest is no Linux, so that it runs wherever a monitor does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dsec.backends.microvm import monitors
+from dsec.backends.microvm.backend import MicrovmBackend
+from dsec.backends.microvm.config import MicrovmConfig
+from dsec.backends.vm import accelerator
+from dsec.backends.vm.accelerator import why_no_firecracker
+from dsec.backends.vm.firecracker import Firecracker, find_firecracker
+from dsec.backends.vm.firecracker_api import FaultError
+from dsec.backends.vm.firecracker_driver import FirecrackerDriver, FirecrackerMachine, drives_of
+from dsec.backends.vm.kernel import MODULES, PACKAGE, GuestKernel
+from dsec.backends.vm.machine import Shape
+from dsec.backends.vm.monitor import Confines, MonitorProcess
+from dsec.backends.vm.qmp import MonitorError
+from dsec.backends.vm.templates import DISK, RAM, STATE, Template
+from dsec.core.errors import DeadlineError, HostError, LaunchError, UnsupportedError
+from dsec.core.ids import new_node_id
+from dsec.core.limits import MIB
+from dsec.core.spec import Substrate
+from dsec.testing.hosts import Intents, instance_spec
+from dsec.testing.launchers import remove_cgroups
+from dsec.testing.leaks import Watched, take_snapshot, wait_for_no_leaks
+from dsec.testing.waiting import eventually
+from tests.firecracker import GuestMemory, Programs, programs, tiny_kernel
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
+
+UID = 1_987_600
+SHAPE = Shape(processors=1, memory_bytes=64 * MIB, disk_bytes=16 * MIB, pids=64, layers=())
+
+
+@pytest.fixture(scope="session")
+def found(request: pytest.FixtureRequest) -> Programs:
+    return programs(request.config.cache.mkdir("firecracker"))
+
+
+@pytest.fixture
+def driver(found: Programs, tmp_path: Path) -> FirecrackerDriver:
+    (tmp_path / "kernel").write_bytes(tiny_kernel())
+    (tmp_path / "initramfs").write_bytes(b"")
+    return FirecrackerDriver(find_firecracker(str(found.firecracker)), tmp_path / "kernel", tmp_path / "initramfs")
+
+
+class Site:
+    """A place for machines, as a backend makes it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "root").mkdir()
+        self.template = Template("t", directory / "template")
+        self.template.directory.mkdir()
+        self._clones = 0
+
+    def confines(self, name: str) -> Confines:
+        sockets = self.directory / f"{name}-sockets"
+        sockets.mkdir()
+        os.chown(sockets, UID, UID)
+        return Confines(uid=UID, cgroups=(), root=self.directory / "root", sockets=sockets)
+
+    @asynccontextmanager
+    async def booting(self, driver: FirecrackerDriver) -> AsyncIterator[tuple[FirecrackerMachine, Path]]:
+        confines = self.confines("template")
+        async with driver.booting(self.template.directory, SHAPE, confines, []) as machine:
+            yield machine, confines.sockets
+
+    async def make_template(self, driver: FirecrackerDriver) -> None:
+        """Of a guest that has counted."""
+        async with self.booting(driver) as (machine, sockets):
+            memory = GuestMemory(monitor_of(sockets), SHAPE.memory_bytes)
+            await eventually(lambda: memory.rounds > 0)
+            await driver.save(machine, self.template.directory)
+
+    @asynccontextmanager
+    async def clone(
+        self, driver: FirecrackerDriver
+    ) -> AsyncIterator[tuple[MonitorProcess, FirecrackerMachine, Confines]]:
+        self._clones += 1
+        name = f"c{self._clones}"
+        confines, directory = self.confines(name), self.directory / name
+        directory.mkdir()
+        os.chown(directory, UID, UID)
+        driver.prepare_clone(self.template, directory, SHAPE, UID)
+        process = driver.spawn(self.template, directory, SHAPE, confines, [])
+        machine = driver.control(confines.sockets, owner=UID)
+        try:
+            await driver.go_on(machine, process, self.template, confines)
+            yield process, machine, confines
+            machine.close()
+        finally:
+            await process.end()
+            process.forget()
+
+
+def monitor_of(sockets: Path) -> int:
+    """Whose control socket is there: its directory is its own."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if b"--api-sock" in (path / "cmdline").read_bytes() and (path / "root/vm").samefile(sockets):
+                return int(path.name)
+    raise AssertionError("no monitor runs there")
+
+
+@pytest.fixture
+def site(short_tmp: Path) -> Site:
+    return Site(short_tmp)
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# ---- the API -------------------------------------------------------------------------------------
+
+
+async def test_a_monitor_tells_its_version_and_its_state(driver: FirecrackerDriver, site: Site) -> None:
+    async with site.booting(driver) as (machine, _):
+        version = await machine.api.get("/version")
+        facts = await machine.api.get("/")
+
+    assert driver.firecracker.version >= (1, 12)
+    assert driver.firecracker.text == f"Firecracker v{version['firecracker_version']}"
+    assert (facts["state"], facts["id"]) == ("Running", "microvm")
+
+
+async def test_what_a_version_lacks_or_refuses_is_told_in_its_own_words(driver: FirecrackerDriver, site: Site) -> None:
+    async with site.booting(driver) as (machine, _):
+        with pytest.raises(FaultError) as unknown:
+            await machine.api.put("/nothing/of/it", {"a": 1})
+        with pytest.raises(FaultError) as wrong:
+            await machine.api.put("/machine-config", {"vcpu_count": "many", "mem_size_mib": 1})
+        with pytest.raises(FaultError) as late:
+            await machine.api.put("/actions", {"action_type": "InstanceStart"})
+        still = await machine.api.get("/")
+
+    assert "Invalid request method and/or path" in unknown.value.fault_message
+    assert "invalid type" in wrong.value.fault_message
+    assert late.value.status == unknown.value.status == wrong.value.status == 400
+    assert still["state"] == "Running"
+    if not driver.firecracker.has_pmem:
+        assert unknown.value.fault_message.endswith("nothing.")
+
+
+async def test_the_machine_is_what_was_asked_for(driver: FirecrackerDriver, site: Site) -> None:
+    async with site.booting(driver) as (machine, _):
+        config = await machine.api.get("/vm/config")
+
+    assert (config["machine-config"]["vcpu_count"], config["machine-config"]["mem_size_mib"]) == (1, 64)
+    assert [drive["drive_id"] for drive in config["drives"]] == ["disk"]
+    assert config["vsock"]["uds_path"] == "/vm/vsock"
+    assert config["balloon"]["amount_mib"] == 0
+    assert "rdinit=/init" in config["boot-source"]["boot_args"]
+
+
+def test_a_machine_has_no_more_drives_than_interrupts() -> None:
+    layers = tuple((f"{n}", True) for n in range(8))
+    fits, too_many = (with_layers(SHAPE, layers[:count]) for count in (7, 8))
+
+    assert len(drives_of(fits)) == 15
+    with pytest.raises(UnsupportedError, match="collapse"):
+        drives_of(too_many)
+
+
+def with_layers(shape: Shape, layers: tuple[tuple[str, bool], ...]) -> Shape:
+    return Shape(shape.processors, shape.memory_bytes, shape.disk_bytes, shape.pids, layers)
+
+
+# ---- templates and clones ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("served", [False, True], ids=["mapped", "served"])
+async def test_clones_go_on_where_the_template_stopped(driver: FirecrackerDriver, site: Site, served: bool) -> None:
+    """Each at the same paths, from the same memory, which none of them can change."""
+    await site.make_template(driver)
+    before = {name: digest(site.template.directory / name) for name in (RAM, STATE, DISK)}
+    driver = served_as(driver, served)
+
+    async with site.clone(driver) as (first, _, _), site.clone(driver) as (second, _, _):
+        memories = [GuestMemory(process.pid, SHAPE.memory_bytes) for process in (first, second)]
+        for memory in memories:
+            start = await readable(memory)
+            await eventually(lambda memory=memory, start=start: memory.rounds > start + 3)
+            assert memory.wrong == 0
+        assert [process.ended.done() for process in (first, second)] == [False, False]
+
+    assert {name: digest(site.template.directory / name) for name in before} == before
+
+
+async def readable(memory: GuestMemory) -> int:
+    """Pages that are served are there once the guest has touched them."""
+
+    def rounds() -> int:
+        with contextlib.suppress(OSError):
+            return memory.rounds
+        return 0
+
+    await eventually(lambda: rounds() > 0)
+    return rounds()
+
+
+def served_as(driver: FirecrackerDriver, served: bool) -> FirecrackerDriver:
+    return FirecrackerDriver(driver.firecracker, driver.vmlinux, driver.initramfs, served)
+
+
+async def test_a_template_s_memory_takes_room_for_what_was_written_only(driver: FirecrackerDriver, site: Site) -> None:
+    await site.make_template(driver)
+
+    found = (site.template.directory / RAM).stat()
+    assert found.st_size == SHAPE.memory_bytes
+    assert found.st_blocks * 512 < SHAPE.memory_bytes // 4
+
+
+async def test_a_paused_machine_stands_still(driver: FirecrackerDriver, site: Site) -> None:
+    await site.make_template(driver)
+
+    async with site.clone(driver) as (process, machine, _):
+        memory = GuestMemory(process.pid, SHAPE.memory_bytes)
+        await machine.pause(timeout_s=30)
+        state, stopped = await machine.api.get("/"), memory.rounds
+        with pytest.raises(FaultError):
+            await machine.api.put("/actions", {"action_type": "InstanceStart"})
+        assert (state["state"], memory.rounds) == ("Paused", stopped)
+        await machine.resume(timeout_s=30)
+        await eventually(lambda: memory.rounds > stopped)
+
+
+@pytest.mark.parametrize("served", [False, True], ids=["mapped", "served"])
+async def test_a_clone_of_damaged_state_ends_with_the_monitor_s_words(
+    driver: FirecrackerDriver, site: Site, served: bool
+) -> None:
+    await site.make_template(driver)
+    state = site.template.directory / STATE
+    content = bytearray(state.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    state.write_bytes(content)
+
+    with pytest.raises(LaunchError, match=r"refused PUT /snapshot/load: Load snapshot error") as error:
+        async with site.clone(served_as(driver, served)):
+            pass
+
+    assert error.value.step == "clone"
+    assert programs_of(UID) == []
+
+
+def programs_of(uid: int) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == uid:
+                found.append((path / "comm").read_text())
+    return found
+
+
+async def test_what_serves_memory_ends_with_its_monitor(driver: FirecrackerDriver, site: Site) -> None:
+    await site.make_template(driver)
+
+    async with site.clone(served_as(driver, True)):
+        assert sorted(programs_of(UID)) == ["dsec-pages\n", "firecracker\n"]
+
+    await eventually(lambda: programs_of(UID) == [])
+
+
+async def test_an_agent_that_does_not_answer_is_told_in_time(driver: FirecrackerDriver, site: Site) -> None:
+    """The monitor says Running of a guest that has none: only the agent tells whether a machine lives."""
+    async with site.booting(driver) as (machine, _):
+        with pytest.raises(MonitorError, match="the agent did not answer within"):
+            await machine.connect(asyncio.Protocol, timeout_s=0.5)
+        assert (await machine.api.get("/"))["state"] == "Running"
+
+
+async def test_a_template_that_does_not_come_up_leaves_nothing(driver: FirecrackerDriver, site: Site) -> None:
+    driver.vmlinux.write_bytes(b"no kernel at all")
+
+    with pytest.raises(LaunchError, match="refused PUT") as error:
+        async with site.booting(driver):
+            pass
+
+    assert error.value.step == "template"
+    assert programs_of(UID) == []
+
+
+def test_a_program_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(HostError, match="there is no"):
+        find_firecracker(str(tmp_path / "firecracker"))
+    other = tmp_path / "other"
+    other.write_text("#!/bin/sh\necho Firecracker v1.3.0\n")
+    other.chmod(0o755)
+    with pytest.raises(HostError, match=r"1\.12 is the oldest"):
+        find_firecracker(str(other))
+
+
+# ---- the jail ------------------------------------------------------------------------------------
+
+
+async def test_our_jail_is_at_least_as_strict_as_firecracker_s_own(
+    driver: FirecrackerDriver, found: Programs, site: Site, short_tmp: Path
+) -> None:
+    theirs = await asyncio.to_thread(jailed, found, short_tmp)
+    await site.make_template(driver)
+
+    async with site.clone(driver) as (process, _, _):
+        ours = facts_of(process.pid)
+
+    assert ours.namespaces >= theirs.namespaces | {"mnt", "net", "ipc", "uts"}
+    for name in ("CapInh", "CapPrm", "CapEff", "CapAmb", "CapBnd"):
+        assert int(ours.status[name], 16) == 0
+    assert ours.status["NoNewPrivs"] == "1"
+    assert ours.status["Seccomp"] == "2"
+    assert set(ours.status["Uid"].split()) == {str(UID)}
+    assert set(ours.status["Gid"].split()) == {str(UID)}
+    assert ours.status["Groups"] == ""
+    # A program, a template to read, a disk and sockets of its own, and devices: nothing else of the host.
+    assert ours.root == ["dev", "disk", "firecracker", "template", "vm"]
+
+
+@dataclass(frozen=True)
+class Jail:
+    """Of one process, as the kernel tells it."""
+
+    status: dict[str, str]
+    namespaces: set[str]  # of its own
+    root: list[str]
+
+
+def jailed(found: Programs, directory: Path) -> Jail:
+    """What Firecracker's own program makes of it."""
+    (directory / "jails").mkdir()
+    copy = directory / "firecracker"
+    shutil.copy(found.firecracker, copy)
+    command = [str(found.jailer), "--id", "theirs", "--exec-file", str(copy), "--uid", str(UID + 1), "--gid"]
+    command += [str(UID + 1), "--chroot-base-dir", str(directory / "jails"), "--", "--api-sock", "/api"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0)
+    try:
+        socket = directory / "jails" / "firecracker" / "theirs" / "root" / "api"
+        until = time.monotonic() + 60
+        while not socket.exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert socket.exists()
+        return facts_of(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def facts_of(pid: int) -> Jail:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    own = {
+        name
+        for name in ("mnt", "net", "ipc", "uts", "pid", "user", "cgroup")
+        if Path(f"/proc/{pid}/ns/{name}").readlink() != Path(f"/proc/self/ns/{name}").readlink()
+    }
+    return Jail(status, own, sorted(path.name for path in Path(f"/proc/{pid}/root").iterdir()))
+
+
+# ---- the backend ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def backend(
+    found: Programs, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[MicrovmBackend, Watched]]:
+    """On a host that claims to run guests, with one that never answers."""
+
+    async def claims(*_: object, **__: object) -> None:
+        return None
+
+    monkeypatch.setattr(monitors, "why_no_firecracker", claims)
+    kernel = short_tmp / "cache" / f"{PACKAGE}=1"
+    (kernel / "modules").mkdir(parents=True)
+    (kernel / "vmlinux").write_bytes(tiny_kernel())
+    (kernel / "modules.order").write_text("")
+    (kernel / "wanted").write_text(" ".join(MODULES))
+    node = new_node_id()
+    config = MicrovmConfig(
+        run_dir=short_tmp / "run",
+        state_dir=short_tmp / "state",
+        id_dir=short_tmp / "ids",
+        cache_dir=short_tmp / "cache",
+        cgroup_parent=f"dsec-contract-{node}",
+        monitor="firecracker",
+        firecracker=str(found.firecracker),
+        boot_s=1.0,
+    )
+    watched = Watched(
+        markers=(str(short_tmp).encode(),),
+        cgroups=(config.cgroup_parent,),
+        directories=(short_tmp / "run", short_tmp / "state"),
+        lock_directories=(config.id_dir,),
+    )
+    config.templates_dir.mkdir(parents=True)
+    made = MicrovmBackend(config, node=node)
+    yield made, watched
+    await made.close()
+    remove_cgroups(config.cgroup_parent)
+
+
+async def test_a_guest_that_does_not_answer_is_no_sandbox_and_leaves_nothing(
+    backend: tuple[MicrovmBackend, Watched],
+) -> None:
+    made, watched = backend
+    probe = await made.probe()
+    before = await asyncio.to_thread(take_snapshot, watched)
+    spec = instance_spec(Substrate.MICROVM, node=new_node_id())
+
+    with pytest.raises(LaunchError, match=r"the agent of tpl_.* did not") as error:
+        await made.create(spec, intend=Intents(), deadline_s=60)
+
+    assert probe.facts["monitor"].startswith("Firecracker v")
+    assert error.value.step == "template"
+    assert await asyncio.to_thread(wait_for_no_leaks, watched, before) == []
+
+
+async def test_a_create_that_is_cut_off_leaves_nothing(backend: tuple[MicrovmBackend, Watched]) -> None:
+    made, watched = backend
+    await made.probe()
+    before = await asyncio.to_thread(take_snapshot, watched)
+
+    with pytest.raises(DeadlineError):
+        await made.create(instance_spec(Substrate.MICROVM, node=new_node_id()), intend=Intents(), deadline_s=0.4)
+
+    assert await asyncio.to_thread(wait_for_no_leaks, watched, before) == []
+
+
+async def test_a_processor_that_runs_no_guests_is_told_and_not_tried_again(
+    found: Programs, short_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until this machine is booted anew."""
+    monkeypatch.setattr(accelerator, "_BOOT_S", 0.5)
+    (tmp_path / "kernel").write_bytes(tiny_kernel())
+    kernel = GuestKernel("tiny", tmp_path / "kernel", ())
+    firecracker = find_firecracker(str(found.firecracker))
+
+    reason = await why_no_firecracker(firecracker, kernel, cache=short_tmp)
+    again = await why_no_firecracker(Firecracker(Path("/none"), (1, 12), firecracker.text), kernel, cache=short_tmp)
+
+    assert reason is not None
+    assert "a guest does not run" in reason
+    assert again == reason

@@ -1,0 +1,281 @@
+"""Microvms through the whole of it: SDK, API, node, QEMU, a guest with its own kernel; emulated where KVM is not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+import dsec
+from dsec.backends.microvm.backend import MicrovmBackend
+from dsec.backends.microvm.instance import MicrovmInstance
+from dsec.core import errors
+from dsec.core.spec import Substrate
+from dsec.sdk.client import AsyncClient
+from dsec.sdk.sandbox import AsyncSandbox
+from dsec.serve.service import LocalService
+from dsec.testing.waiting import eventually
+from tests.system.container_place import ENVIRONMENT, Place, private_place, served
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
+in_module = pytest.mark.asyncio(loop_scope="module")
+
+MEMORY = "192MiB"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def machines(small_store: Path) -> AsyncIterator[tuple[Place, LocalService, AsyncClient]]:
+    with private_place(small_store) as place:
+        async with served(place) as (service, client):
+            probe = await service.node.backends[Substrate.MICROVM].probe()
+            if not probe.usable:
+                pytest.skip(f"microvm: {probe.reason}")
+            yield place, service, client
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sb(machines: tuple[Place, LocalService, AsyncClient]) -> AsyncIterator[AsyncSandbox]:
+    async with await create(machines[2]) as found:
+        yield found
+
+
+async def create(client: AsyncClient, **more: Any) -> AsyncSandbox:
+    return await client.create(ENVIRONMENT, backend="microvm", memory=MEMORY, timeout_s=240, **more)
+
+
+def instance_of(service: LocalService, sandbox: AsyncSandbox) -> MicrovmInstance:
+    backend = service.node.backends[Substrate.MICROVM]
+    assert isinstance(backend, MicrovmBackend)
+    return backend.instances[sandbox.id]
+
+
+@in_module
+async def test_commands_run_on_a_kernel_of_their_own(sb: AsyncSandbox) -> None:
+    result = await sb.exec("cat /proc/sys/kernel/osrelease; id -u; nproc; echo oops >&2; exit 3")
+
+    release, uid, processors = result.stdout.split()
+    assert release != os.uname().release
+    assert (uid, processors, result.stderr, result.exit_code) == ("0", "1", "oops\n", 3)
+
+
+@in_module
+async def test_its_root_may_do_what_a_container_s_may_not(sb: AsyncSandbox) -> None:
+    result = await sb.exec("mkdir /mnt && mount -t tmpfs none /mnt && touch /mnt/x && unshare -m true && umount /mnt")
+
+    assert result.exit_code == 0, result.stderr
+
+
+@in_module
+async def test_files_sessions_and_streams_are_those_of_every_sandbox(sb: AsyncSandbox, tmp_path: Path) -> None:
+    content = os.urandom(3 << 20)
+    (tmp_path / "up").write_bytes(content)
+    await sb.upload(tmp_path / "up", "/data/file")
+    await sb.download("/data/file", tmp_path / "down")
+    shell = sb.session("main")
+    await shell.exec("cd /data && export X=7")
+    said = (await shell.exec("echo $X $PWD; stat -c %s file")).stdout
+
+    assert (tmp_path / "down").read_bytes() == content
+    assert said == f"7 /data\n{len(content)}\n"
+
+
+@in_module
+async def test_what_it_is_told_is_what_it_sees(machines: tuple[Place, LocalService, AsyncClient]) -> None:
+    async with await create(machines[2], name="named", env={"A": "b c"}, user="user", workdir="/tmp", cpu=2.0) as sb:
+        result = await sb.exec("echo $A; id -un; pwd; cat /etc/hostname /proc/sys/kernel/hostname; nproc")
+
+    assert result.stdout.splitlines() == ["b c", "user", "/tmp", "named", "named", "2"]
+
+
+@in_module
+async def test_clones_share_neither_randomness_nor_identity_and_know_the_time(
+    machines: tuple[Place, LocalService, AsyncClient],
+) -> None:
+    look = "cat /etc/machine-id /proc/sys/kernel/random/boot_id; head -c 16 /dev/urandom | { read -r -d '' -N 16 x; }; "
+    look += "python3 -c 'import os, random, time; print(os.urandom(16).hex(), random.random(), time.time())'"
+    sandboxes = await asyncio.gather(*(create(machines[2]) for _ in range(3)))
+    try:
+        seen = []
+        for sandbox in sandboxes:
+            before = time.time()
+            machine, _, last = (await sandbox.exec(look)).stdout.splitlines()
+            random, number, clock = last.split()
+            assert before - 0.5 <= float(clock) <= time.time() + 0.5
+            seen.append((machine, random, number))
+        assert all(len(set(column)) == len(sandboxes) for column in zip(*seen, strict=True))
+    finally:
+        await asyncio.gather(*(sandbox.destroy() for sandbox in sandboxes))
+
+
+@in_module
+async def test_memory_that_is_not_there_is_told_as_what_it_was(sb: AsyncSandbox) -> None:
+    result = await sb.exec(["python3", "-c", "x = []\nwhile True: x.append(bytes(1 << 20) + b'1')"])
+
+    assert result.cause == "oom"
+    assert (await sb.exec("echo still there")).stdout == "still there\n"
+
+
+@in_module
+async def test_a_disk_has_the_size_asked_for_and_what_is_full_says_so(
+    machines: tuple[Place, LocalService, AsyncClient],
+) -> None:
+    async with await create(machines[2], disk="64MiB") as sb:
+        result = await sb.exec("dd if=/dev/zero of=/big bs=1M count=200")
+
+        assert result.exit_code != 0
+        assert "No space left" in result.stderr
+        assert (await sb.exec("rm /big && echo more > /small && cat /small")).stdout == "more\n"
+
+
+@in_module
+async def test_a_timeout_ends_all_and_a_pause_is_none_of_it(sb: AsyncSandbox) -> None:
+    late = await sb.start("sleep 3; echo done", timeout_s=60)
+    await sb.pause()
+    await asyncio.sleep(0.2)
+    await sb.resume()
+
+    assert (await sb.exec("sleep 60 & sleep 60", timeout_s=0.5)).timed_out
+    assert (await late.wait(60)).stdout == "done\n"
+
+
+@in_module
+async def test_the_clock_is_right_after_a_pause(sb: AsyncSandbox) -> None:
+    await sb.pause()
+    await asyncio.sleep(1.5)
+    await sb.resume()
+
+    told = float((await sb.exec(["python3", "-c", "import time; print(time.time())"])).stdout)
+
+    assert abs(told - time.time()) < 1.0
+
+
+@in_module
+async def test_a_guest_that_ends_itself_is_a_failed_sandbox(machines: tuple[Place, LocalService, AsyncClient]) -> None:
+    sandbox = await create(machines[2])
+    last = await sandbox.exec("echo b > /proc/sysrq-trigger; sleep 60")
+
+    async def has_failed() -> bool:
+        with pytest.raises(errors.DsecError) as caught:
+            await sandbox.exec("true")
+        return isinstance(caught.value, errors.GoneError | errors.SandboxFaultError)
+
+    assert (last.status, last.cause) == ("unknown", "agent_lost")
+    await eventually(has_failed)
+    await sandbox.destroy()
+
+
+@in_module
+async def test_a_monitor_that_is_killed_is_a_failed_sandbox_and_leaves_nothing(
+    machines: tuple[Place, LocalService, AsyncClient],
+) -> None:
+    place, service, client = machines
+    async with place.no_leaks():
+        sandbox = await create(client)
+        os.kill(instance_of(service, sandbox).pid, signal.SIGKILL)
+
+        async def has_failed() -> bool:
+            try:
+                await sandbox.exec("true")
+            except errors.DsecError:
+                return True
+            return False
+
+        await eventually(has_failed)
+        await sandbox.destroy()
+
+
+@in_module
+async def test_a_console_that_is_flooded_harms_nobody(sb: AsyncSandbox) -> None:
+    result = await sb.exec("for i in $(seq 300); do echo 0123456789012345678901234567890123456789 > /dev/console; done")
+
+    assert result.exit_code == 0
+    assert (await sb.exec("echo here")).stdout == "here\n"
+
+
+@in_module
+async def test_a_template_that_was_written_to_is_made_anew(machines: tuple[Place, LocalService, AsyncClient]) -> None:
+    place, _, client = machines
+    await (await create(client)).destroy()
+    templates = place.state / "vm" / "templates"
+    damaged = {path.name for path in templates.iterdir()}
+    for key in damaged:
+        with (templates / key / "state.mig").open("r+b") as state:
+            state.truncate(100)
+
+    with pytest.raises(errors.LaunchError):
+        await create(client)
+    async with await create(client) as sb:
+        assert (await sb.exec("echo anew")).stdout == "anew\n"
+
+
+@in_module
+async def test_creates_that_are_given_up_leave_nothing(machines: tuple[Place, LocalService, AsyncClient]) -> None:
+    place, _, client = machines
+    await (await create(client)).destroy()
+
+    async with place.no_leaks():
+        for wait_s in (0.0, 0.02, 0.05, 0.1, 0.2):
+            task = asyncio.create_task(create(client))
+            await asyncio.sleep(wait_s)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+@in_module
+async def test_what_a_microvm_cannot_give_is_refused_by_name(machines: tuple[Place, LocalService, AsyncClient]) -> None:
+    _, _, client = machines
+    with pytest.raises(errors.InvalidArgumentError, match="at least 96 MiB"):
+        await client.create(ENVIRONMENT, backend="microvm", memory="32MiB")
+    with pytest.raises(errors.UnsupportedError, match="network mode"):
+        await client.create(ENVIRONMENT, backend="microvm", network="proxied")
+    async with await create(client) as sb:
+        with pytest.raises(errors.UnsupportedError):
+            await sb.snapshot("s")
+
+
+async def test_kill_9_of_the_node_loses_no_machine_no_byte_and_no_exit(small_store: Path) -> None:
+    with private_place(small_store) as place:
+        place.start_process()
+        async with AsyncClient(place.url) as client:
+            await place.ready(client)
+            try:
+                sandbox = await create(client)
+            except errors.UnsupportedError as error:
+                pytest.skip(f"microvm: {error.message}")
+            running = await sandbox.start("for i in $(seq 200); do echo out $i; sleep .02; done; exit 7")
+            await asyncio.sleep(0.5)
+            place.kill_node()
+            place.start_process()
+            await place.ready(client)
+
+            again = await client.connect(sandbox.id)
+            result = await (await again.attach(running.id)).wait(120)
+
+            assert result.exit_code == 7
+            assert [line.split()[1] for line in result.stdout.splitlines()] == [str(n) for n in range(1, 201)]
+            await again.destroy()
+
+
+def test_the_blocking_client_offers_them_too(small_store: Path) -> None:
+    with private_place(small_store) as place:
+        place.start_process()
+        with dsec.Client(place.url) as client:
+            try:
+                asyncio.run(_ready(place))
+                with client.create(ENVIRONMENT, backend="microvm", memory=MEMORY, timeout_s=240) as sb:
+                    assert sb.exec("echo hello").stdout == "hello\n"
+            except errors.UnsupportedError as error:
+                pytest.skip(f"microvm: {error.message}")
+
+
+async def _ready(place: Place) -> None:
+    async with AsyncClient(place.url) as client:
+        await place.ready(client)
