@@ -85,5 +85,8 @@ async def _usable(stack: AsyncExitStack, name: str, directory: Path) -> BackendU
     probe = await under_test.backend.probe()
     if not probe.usable:
         pytest.skip(f"{name}: {probe.reason}")
-    under_test.ready()
+    try:
+        under_test.ready()
+    except HostError as error:
+        pytest.skip(f"{name}: {error.message}")
     return under_test

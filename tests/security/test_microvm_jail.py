@@ -74,6 +74,7 @@ async def test_a_monitor_has_no_right_no_network_and_nothing_of_the_host_to_see(
     mounts = [line.split() for line in (place / "mountinfo").read_text().splitlines()]
     assert all("nosuid" in fields[5] for fields in mounts)
     assert {fields[4] for fields in mounts if "rw" in fields[5].split(",")} <= _WRITABLE
+    assert [line.split(":")[0].strip() for line in (place / "net/dev").read_text().splitlines()[2:]] == ["lo"]
     cgroups = (place / "cgroup").read_text()
     assert cgroups.count(instance.id) >= 1
 

@@ -312,6 +312,7 @@ async def test_a_machine_with_our_agent_is_as_every_sandbox(machines: Machines, 
 
     assert names == {"first", "second"}
     assert len(ids) == 2
+    await client.machines.remove(SMALL)
 
 
 def program(code: str, *, size: int = 1 << 20) -> bytes:
@@ -341,18 +342,24 @@ async def test_its_monitor_has_no_right_and_sees_its_own_files_only(machines: Ma
         assert os.readlink(f"/proc/{pid}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}")  # noqa: PTH115
 
 
+def kept_bytes(place: Place) -> int:
+    """On the disk, without memory of templates."""
+    kept = [path for path in (place.state / "fullvm").rglob("*") if path.is_file() and path.name != "ram.img"]
+    return sum(path.stat().st_blocks * 512 for path in kept)
+
+
 @in_module
 async def test_a_system_that_floods_its_serial_port_fills_nothing(machines: Machines) -> None:
     place, _, client = machines
     disk = place.directory / "flood.img"
     disk.write_bytes(program("baf803 b041 ee ebfd"))  # out 0x3f8, 'A', for ever
     await client.machines.import_disk("flood", disk, format="raw", boot_wait_s=1.0)
+    before = kept_bytes(place)
 
     async with await create(client, "flood") as sandbox:
         await asyncio.sleep(BLANK_S)
         assert len(await sandbox.screen.screenshot()) > 0
-        kept = [path for path in (place.state / "fullvm").rglob("*") if path.is_file() and "ram.img" not in path.name]
-        assert sum(path.stat().st_blocks * 512 for path in kept) < 32 << 20
+        assert kept_bytes(place) - before < 32 << 20
         assert ((await sandbox.metrics()).memory_bytes or 0) < 300 << 20
     await client.machines.remove("flood")
 
@@ -389,3 +396,26 @@ async def test_a_first_boot_goes_on_for_the_next_one_who_asks(machines: Machines
     async with await create(client, "slow") as sandbox:
         await shows_prompt(sandbox)
     await client.machines.remove("slow")
+
+
+@in_module
+async def test_uefi_shows_itself_where_there_is_its_firmware(machines: Machines) -> None:
+    place, service, client = machines
+    disk = place.directory / "empty.img"
+    disk.write_bytes(bytes(1 << 20))
+    await client.machines.import_disk("uefi", disk, format="raw", firmware="uefi", boot_wait_s=1.0)
+    try:
+        if not list(Path(service.config.fullvm.uefi_dir).glob("OVMF_CODE*.fd")):
+            with pytest.raises(errors.LaunchError, match="no firmware for UEFI") as refused:
+                await create(client, "uefi", memory="128MiB")
+            assert "ovmf" in (refused.value.hint or "")
+            return
+        async with await create(client, "uefi", memory="128MiB") as sandbox:
+
+            async def in_graphics() -> bool:
+                return (await sandbox.screen.size()).width > 720
+
+            await eventually(in_graphics)
+            assert (place.state / "fullvm" / "sandboxes" / sandbox.id / "variables.fd").exists()
+    finally:
+        await client.machines.remove("uefi")

@@ -63,7 +63,7 @@ async def it_is_a_system(pc: AsyncSandbox, other: AsyncSandbox) -> None:
     state = (await pc.exec("systemctl is-system-running --wait; cat /proc/self/cgroup")).stdout
     assert state.startswith("running\n"), (await pc.exec("systemctl --failed")).stdout
     assert "/dsec-agent.service/work/" in state
-    user = await pc.exec("id -un; cat /etc/debian_version; touch ~/x; pwd", user="user", workdir="/home/user")
+    user = await pc.exec("id -un; cat /etc/debian_version; touch ~/x; pwd", user="user", cwd="/home/user")
     assert user.exit_code == 0, user.stderr
     assert user.stdout.split()[0] == "user"
     size = int((await pc.exec("df --output=size -B1 / | tail -1")).stdout)

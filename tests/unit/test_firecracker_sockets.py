@@ -210,3 +210,9 @@ async def test_a_guest_that_does_not_run_is_given_up(short_tmp: Path) -> None:
     async with listening(short_tmp / "vsock", never):
         with pytest.raises(MonitorError, match="did not answer"):
             await vsock(short_tmp).connect(asyncio.Protocol, timeout_s=0.1)
+
+
+async def test_a_monitor_that_has_ended_is_told_at_once(short_tmp: Path) -> None:
+    async with asyncio.timeout(60):
+        with pytest.raises(MonitorError, match="is not there"):
+            await vsock(short_tmp).connect(asyncio.Protocol, timeout_s=3600)

@@ -96,6 +96,11 @@ def test_only_a_machine_with_our_agent_ends_with_its_system() -> None:
     assert "-no-reboot" not in arguments()
 
 
+def test_the_machine_keeps_its_system_management_mode() -> None:
+    """Without it the text of a clone's screen is not to be seen under QEMU 10."""
+    assert not any("smm=off" in word for word in arguments())
+
+
 def test_uefi_is_flash_whose_code_is_read_only() -> None:
     given = arguments(replace(SHAPE, firmware=Firmware.UEFI))
 

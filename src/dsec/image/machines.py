@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -166,7 +167,7 @@ def build_machine(
 
 def _hooks(own: Path, request: MachineBuild) -> list[str]:
     """What mmdebstrap does with the tree at the end, inside of it: no link there leads out."""
-    hooks = [f"--customize-hook=sync-in {own} /"]
+    hooks = [f"--customize-hook=sync-in {shlex.quote(os.fspath(own))} /"]
     forget = "rm -f /etc/machine-id /etc/resolv.conf /etc/apt/sources.list && touch /etc/machine-id"
     hooks.append(f'--customize-hook=chroot "$1" sh -c "{forget}"')
     mask = "systemctl mask apt-daily.timer apt-daily-upgrade.timer e2scrub_all.timer fstrim.timer"

@@ -25,18 +25,19 @@ from dsec.backends.fullvm.images import MachineImage, MachineImages
 from dsec.backends.fullvm.instance import FullvmInstance
 from dsec.backends.fullvm.machine import Shape
 from dsec.backends.fullvm.record import FullvmRecord
-from dsec.backends.vm.accelerator import choose_accelerator
+from dsec.backends.vm.accelerator import Accelerator, choose_accelerator
 from dsec.backends.vm.kernel import fetch_kernel, find_kernel
 from dsec.backends.vm.monitor import Confines
 from dsec.backends.vm.place import Place, holder, launch_error
 from dsec.backends.vm.ports import AgentPorts
-from dsec.backends.vm.qemu import find_qemu
+from dsec.backends.vm.qemu import Qemu, find_qemu
 from dsec.backends.vm.qmp import MonitorError
 from dsec.backends.vm.record import parse_record
 from dsec.backends.vm.templates import Template, Templates, template_key
 from dsec.binaries import find_binary
 from dsec.core.errors import (
     DsecError,
+    HostError,
     InvalidArgumentError,
     LaunchError,
     StorageError,
@@ -326,15 +327,26 @@ class FullvmBackend:
         config = self._config
         qemu = find_qemu(config.qemu)
         find_binary("dsec-jail")
-        # KVM is tried with a kernel of our own.
-        kernel = find_kernel(config.cache_dir, config.kernel)
-        if kernel is None:
-            kernel = await asyncio.to_thread(fetch_kernel, config.cache_dir, config.kernel)
-        chosen = await choose_accelerator(config.accelerator, qemu, kernel, cache=config.cache_dir)
+        chosen = await self._accelerator(qemu)
         self._reason = chosen.reason
         await asyncio.to_thread(self._place.open)
         identity = {"generation": str(machine.GENERATION), "monitor": qemu.text, "accelerator": chosen.name}
         return _Facts(FullDriver(qemu, chosen.name, config.uefi), identity)
+
+    async def _accelerator(self, qemu: Qemu) -> Accelerator:
+        """KVM is tried with a kernel of our own, which nothing else needs here. Raises HostError, UnsupportedError."""
+        config = self._config
+        if config.accelerator == "tcg":
+            return Accelerator("tcg", "as configured")
+        try:
+            kernel = await asyncio.to_thread(
+                lambda: find_kernel(config.cache_dir, config.kernel) or fetch_kernel(config.cache_dir, config.kernel)
+            )
+        except HostError as error:
+            if config.accelerator == "kvm":
+                raise
+            return Accelerator("tcg", f"KVM was not tried: {error.message}")
+        return await choose_accelerator(config.accelerator, qemu, kernel, cache=config.cache_dir)
 
     def _confines(self, record: FullvmRecord, driver: FullDriver) -> Confines:
         return self._place.confines(record, kvm=driver.accelerator == "kvm")

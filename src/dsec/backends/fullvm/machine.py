@@ -67,7 +67,7 @@ def machine_arguments(
         # To the node, a machine that begins anew is another one.
         arguments += ["-no-reboot"]
     arguments += ["-object", memory]
-    machine = "q35,vmport=off,smm=off,memory-backend=ram0"
+    machine = "q35,vmport=off,memory-backend=ram0"
     if shape.firmware is Firmware.UEFI:
         assert variables is not None
         arguments += ["-blockdev", _json(_file("code", FIRMWARE_CODE, writable=False))]

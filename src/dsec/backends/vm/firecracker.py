@@ -28,10 +28,6 @@ class Firecracker:
         """The guest tells of pages that it has freed, and the host has them back."""
         return self.version >= (1, 14)
 
-    @property
-    def has_pmem(self) -> bool:
-        return self.version >= (1, 14)
-
 
 def find_firecracker(program: str = PROGRAM) -> Firecracker:
     """Raises HostError."""

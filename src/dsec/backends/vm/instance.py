@@ -158,6 +158,7 @@ class MachineInstance(Generic[R]):
         async with self._destroying:
             if self._destroyed:
                 return
+            self._memory.abandon()
             self._machine.close()
             await self._process.end()
             await self._memory.keep()

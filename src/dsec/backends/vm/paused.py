@@ -41,7 +41,9 @@ class PausedMemory:
     async def _page_out(self) -> None:
         try:
             done = await asyncio.to_thread(page_out, self._pid, self._stop)
-        except HostError as error:  # it has ended, most likely
+        except HostError as error:
+            if self._stop.is_set():
+                return  # it has ended, as was wanted
             log.warning("a paused machine keeps its memory", sandbox=self._sandbox, error=error.message)
             return
         log.info(

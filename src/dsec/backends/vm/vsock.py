@@ -21,6 +21,10 @@ _POLL_S: Final = 0.01
 _CONNECT_S: Final = 10.0
 
 
+class _NotYetError(Exception):
+    """The monitor is there, and the agent is not."""
+
+
 class AgentVsock:
     """Of one machine. A new connection supersedes the one of before: its agent sees to that."""
 
@@ -33,7 +37,7 @@ class AgentVsock:
     async def connect(
         self, factory: Callable[[], asyncio.Protocol], *, timeout_s: float = _CONNECT_S
     ) -> asyncio.Transport:
-        """Raises MonitorError: nobody answers, or not in time."""
+        """Raises MonitorError: nobody answers in time, or the monitor is gone."""
         self.close()
         until = asyncio.get_running_loop().time() + timeout_s
         while True:
@@ -41,7 +45,7 @@ class AgentVsock:
             try:
                 async with asyncio.timeout(max(0.0, min(_TRY_S, left))):
                     return await self._connect(factory)
-            except (MonitorError, TimeoutError, OSError) as error:
+            except (_NotYetError, TimeoutError, OSError) as error:
                 if left <= _POLL_S:
                     raise MonitorError(f"the agent did not answer within {timeout_s:g} s: {error}") from error
             await asyncio.sleep(_POLL_S)
@@ -71,9 +75,9 @@ async def _taken(connection: socket.socket) -> None:
     while not said.endswith(b"\n"):
         more = await asyncio.get_running_loop().sock_recv(connection, 1)
         if not more:
-            raise MonitorError("nobody listens in the guest")
+            raise _NotYetError("nobody listens in the guest")
         said += more
         if len(said) > _ANSWER_BYTES_MAX:
             break
     if re.fullmatch(rb"OK \d+\n", said) is None:
-        raise MonitorError("the monitor's answer is strange")
+        raise _NotYetError("the monitor's answer is strange")
