@@ -47,6 +47,14 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
+class Weakness:
+    """What works less well, or protects less, than it could; told by doctor beside the fact of that name."""
+
+    cost: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Can this host do it; if not, why, in words for a person. Tests skip with that reason."""
 
@@ -54,6 +62,7 @@ class Probe:
     reason: str = ""
     hint: str | None = None
     facts: dict[str, str] = field(default_factory=dict)  # shown by doctor: mechanism → what was found
+    weak: dict[str, Weakness] = field(default_factory=dict)  # of these facts
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dsec import __version__
 from dsec.backends.base import Capabilities, Probe
 from dsec.core.errors import DsecError
+from dsec.core.spec import Substrate
 from dsec.core.units import format_size
 from dsec.node.fingerprint import DEGRADED, FANOTIFY_COST, MISSING, OK, fingerprint
 from dsec.wire.records import DoctorReport, Finding
@@ -36,21 +37,24 @@ async def of_backend(substrate: str, backend: Backend) -> tuple[str, list[Findin
 
 
 def _of_probe(substrate: str, probe: Probe) -> list[Finding]:
+    # Containers are what a sandbox is unless something else is asked for.
+    need = "needed" if substrate == Substrate.CONTAINER else "advised"
     head = Finding(
         what=f"substrate {substrate}",
         status=OK if probe.usable else MISSING,
         detail=probe.reason or ("usable" if probe.usable else "not usable"),
         hint=probe.hint,
-        need="needed",
+        need=need,
         cost=None if probe.usable else f"no {substrate} sandbox can be made",
     )
-    return [
-        head,
-        *(
-            Finding(what=f"{substrate}: {name}", status=OK, detail=found, need="optional")
-            for name, found in probe.facts.items()
-        ),
-    ]
+    return [head, *(_of_fact(substrate, name, found, probe) for name, found in probe.facts.items())]
+
+
+def _of_fact(substrate: str, name: str, found: str, probe: Probe) -> Finding:
+    what = f"{substrate}: {name}"
+    if (weak := probe.weak.get(name)) is None:
+        return Finding(what=what, status=OK, detail=found, need="optional")
+    return Finding(what=what, status=DEGRADED, detail=found, hint=weak.hint, need="advised", cost=weak.cost)
 
 
 def _disk_limit(able: Capabilities) -> Finding:

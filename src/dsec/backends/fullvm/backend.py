@@ -30,7 +30,7 @@ from dsec.backends.vm.kernel import fetch_kernel, find_kernel
 from dsec.backends.vm.monitor import Confines
 from dsec.backends.vm.place import Place, holder, launch_error
 from dsec.backends.vm.ports import AgentPorts
-from dsec.backends.vm.qemu import Qemu, find_qemu
+from dsec.backends.vm.qemu import Qemu, find_qemu, weaknesses
 from dsec.backends.vm.qmp import MonitorError
 from dsec.backends.vm.record import parse_record
 from dsec.backends.vm.templates import Template, Templates, template_key
@@ -114,11 +114,12 @@ class FullvmBackend:
         emulated = facts.driver.accelerator == "tcg"
         shown = {
             "monitor": facts.driver.qemu.text,
-            "processor": f"emulated ({self._reason}): slow, and no boundary of the same quality" if emulated else "kvm",
+            "processor": f"emulated: {self._reason}" if emulated else "kvm",
             "uefi": _uefi_words(facts.driver),
             "templates": "read only" if facts.driver.qemu.keeps_templates else "writable by monitors (QEMU before 8.2)",
         }
-        return Probe(True, facts=shown)
+        keeps = facts.driver.qemu.keeps_templates
+        return Probe(True, facts=shown, weak=weaknesses(emulated=emulated, keeps_templates=keeps))
 
     # ---- create ----------------------------------------------------------------------------------
 

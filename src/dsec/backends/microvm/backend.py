@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from dsec.agent.client import AgentClient
-from dsec.backends.base import Capabilities, Instance, InstanceSpec, Intend, Keeps, Probe
+from dsec.backends.base import Capabilities, Instance, InstanceSpec, Intend, Keeps, Probe, Weakness
 from dsec.backends.microvm.config import MicrovmConfig
 from dsec.backends.microvm.instance import MicrovmInstance
 from dsec.backends.microvm.monitors import choose_monitor, control_of
@@ -53,6 +53,7 @@ class _Facts:
     driver: VmDriver[Any]
     identity: dict[str, str]  # of everything that is the same for all templates
     shown: dict[str, str]
+    weak: dict[str, Weakness]
 
 
 class MicrovmBackend:
@@ -98,7 +99,7 @@ class MicrovmBackend:
             facts = await self._open()
         except DsecError as error:
             return Probe(False, error.message, error.hint)
-        return Probe(True, facts=facts.shown)
+        return Probe(True, facts=facts.shown, weak=facts.weak)
 
     # ---- create ----------------------------------------------------------------------------------
 
@@ -287,7 +288,7 @@ class MicrovmBackend:
         chosen = await choose_monitor(self._config)
         await asyncio.to_thread(self._place.open)
         self._config.images_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _Facts(chosen.driver, chosen.identity, chosen.shown)
+        return _Facts(chosen.driver, chosen.identity, chosen.shown, chosen.weak)
 
     # ---- plain data ------------------------------------------------------------------------------
 

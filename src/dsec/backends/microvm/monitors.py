@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsec.backends.base import Weakness
 from dsec.backends.microvm.config import MicrovmConfig
 from dsec.backends.vm import machine
 from dsec.backends.vm.accelerator import choose_accelerator, why_no_firecracker
@@ -17,7 +18,7 @@ from dsec.backends.vm.firecracker import find_firecracker
 from dsec.backends.vm.firecracker_driver import FirecrackerDriver, FirecrackerMachine
 from dsec.backends.vm.initramfs import build_initramfs
 from dsec.backends.vm.kernel import GuestKernel, content_digest, fetch_kernel, find_kernel
-from dsec.backends.vm.qemu import find_qemu
+from dsec.backends.vm.qemu import find_qemu, weaknesses
 from dsec.backends.vm.qemu_machine import QemuMachine
 from dsec.binaries import find_binary
 from dsec.core.errors import HostError, UnsupportedError
@@ -28,6 +29,7 @@ class Chosen:
     driver: VmDriver[Any]
     identity: dict[str, str]  # of all templates
     shown: dict[str, str]  # for people
+    weak: dict[str, Weakness]
 
 
 async def choose_monitor(config: MicrovmConfig) -> Chosen:
@@ -41,16 +43,18 @@ async def choose_monitor(config: MicrovmConfig) -> Chosen:
         lambda: build_initramfs(kernel, guest=guest, agent=agent, cache=config.cache_dir)
     )
     driver: VmDriver[Any]
+    weak: dict[str, Weakness]
     if await _why_not_firecracker(config, kernel) is None:
         firecracker = find_firecracker(config.firecracker)
         driver = FirecrackerDriver(firecracker, kernel.vmlinux, initramfs, served=config.memory == "served")
-        processor = "kvm"
+        processor, weak = "kvm", {}
     else:
         qemu = find_qemu(config.qemu)
         accelerator = await choose_accelerator(config.accelerator, qemu, kernel, cache=config.cache_dir)
         driver = Driver(qemu, accelerator.name, kernel.vmlinux, initramfs)
-        emulated = f"emulated ({accelerator.reason}): slow, and no boundary of the same quality"
-        processor = emulated if accelerator.name == "tcg" else "kvm"
+        emulated = accelerator.name == "tcg"
+        processor = f"emulated: {accelerator.reason}" if emulated else "kvm"
+        weak = weaknesses(emulated=emulated, keeps_templates=qemu.keeps_templates)
     identity = {
         "generation": str(machine.GENERATION),
         "initramfs": initramfs.name,
@@ -58,7 +62,7 @@ async def choose_monitor(config: MicrovmConfig) -> Chosen:
         "kernel": await asyncio.to_thread(content_digest, kernel),
         **driver.identity,
     }
-    return Chosen(driver, identity, {**driver.shown, "processor": processor, "kernel": kernel.name})
+    return Chosen(driver, identity, {**driver.shown, "processor": processor, "kernel": kernel.name}, weak)
 
 
 def control_of(monitor: str, sockets: Path, *, owner: int) -> Machine:

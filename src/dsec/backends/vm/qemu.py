@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from dsec.backends.base import Weakness
 from dsec.core.errors import HostError
 
 PROGRAM: Final = "qemu-system-x86_64"
@@ -73,3 +74,19 @@ def tsc_khz() -> int | None:
     """What an emulated kernel is told of its clock: on a busy host it would measure it wrongly, and hang."""
     rates = re.findall(r"^cpu MHz\s*:\s*([0-9.]+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return round(float(rates[0]) * 1000) if rates else None
+
+
+def weaknesses(*, emulated: bool, keeps_templates: bool) -> dict[str, Weakness]:
+    """Of the facts "processor" and "templates"."""
+    weak: dict[str, Weakness] = {}
+    if emulated:
+        weak["processor"] = Weakness(
+            "guests are slow, and QEMU's authors do not promise that what it emulates is a boundary",
+            "a machine, or a virtual machine, on which KVM runs guests",
+        )
+    if not keeps_templates:
+        weak["templates"] = Weakness(
+            "a guest that has broken through its monitor could write into the memory that later clones begin with",
+            "QEMU 8.2 or newer: from the distribution's backports, or its next release",
+        )
+    return weak
