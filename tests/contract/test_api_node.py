@@ -182,6 +182,20 @@ async def test_an_ended_sandbox_stays_readable_and_refuses_the_rest(api: Served)
     assert refused["outcome"] == "gone"
 
 
+async def test_commands_of_an_ended_sandbox_stay_on_record(api: Served) -> None:
+    base = await created(api)
+    id = new_exec_id()
+    await call(api, "POST", f"{base}/execs", {"id": id, "shell": "echo said; exit 3", "wait_s": 10})
+    await call(api, "DELETE", base)
+
+    (listed,) = (await call(api, "GET", f"{base}/execs"))["execs"]
+    info = await call(api, "GET", f"{base}/execs/{id}")
+    killed = await call(api, "POST", f"{base}/execs/{id}/kill", status=410)
+
+    assert listed == info
+    assert (info["exit_code"], info["out_bytes"], killed["code"]) == (3, 5, "gone")
+
+
 async def test_names_labels_and_ttl_are_kept(api: Served) -> None:
     base = await created(api, name="web", labels={"team": "a"}, ttl_idle_s=60)
 

@@ -130,14 +130,30 @@ def test_ctrl_c_ends_only_the_looking(service: RunningService, sb: dsec.Sandbox)
     assert process.info().state == "running"
 
 
-def test_the_output_of_a_sandbox_that_has_ended_is_said_to_be_gone(here: Here, service: RunningService) -> None:
+def test_what_an_ended_sandbox_said_is_shown(here: Here, service: RunningService) -> None:
     with dsec.Client(service.url) as client:
         sandbox = client.create("base", backend="fake", name="past")
-        sandbox.exec("echo said before")
+        sandbox.exec("echo said before; exit 3")
+        sandbox.start("echo begun; sleep 1000")
         sandbox.destroy()
 
     for name in (sandbox.id, "past"):
-        assert "goes with its sandbox" in here.error("logs", name, "latest")[-1]
+        said, begun = here.json("logs", name)
+        assert (said["exit_code"], begun["status"], begun["cause"]) == (3, "unknown", "killed")
+        assert here("logs", name, said["id"]) == "said before\n"
+        assert here("logs", name, "latest", "-f") == here("logs", name, "--tail", "1") == "begun\n"
+
+
+def test_commands_of_an_ended_sandbox_that_are_not_on_record_are_said_to_be_gone(
+    here: Here, service: RunningService
+) -> None:
+    with dsec.Client(service.url) as client:
+        sandbox = client.create("base", backend="fake")
+        sandbox.destroy()
+
+    first, *_, last = here.error("logs", sandbox.id)
+    assert "the sandbox is gone: destroyed" in first
+    assert "made room" in last
 
 
 # ---- top -----------------------------------------------------------------------------------------

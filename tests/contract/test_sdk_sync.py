@@ -44,6 +44,21 @@ def test_a_sandbox_is_used_and_destroyed_at_the_end(client: dsec.Client) -> None
         dsec.Sandbox.connect(sandbox.id, client=client)
 
 
+def test_commands_of_an_ended_sandbox_are_read_for_a_day(client: dsec.Client) -> None:
+    with client.create("base", backend="fake") as sandbox:
+        process = sandbox.start("echo said; echo problem >&2; exit 3")
+        process.wait()
+
+    past = client.get(sandbox.id)
+    (info,) = past.execs()
+    result = past.attach(info.id).wait()
+
+    assert (info.id, info.exit_code) == (process.id, 3)
+    assert (result.exit_code, result.stdout, result.stderr) == (3, "said\n", "problem\n")
+    with pytest.raises(errors.GoneError):
+        past.exec("true")
+
+
 def test_callbacks_run_in_the_calling_thread(sb: dsec.Sandbox) -> None:
     threads: list[threading.Thread] = []
     heard: list[str] = []

@@ -69,6 +69,7 @@ async def test_a_secret_is_written_nowhere(tmp_path: Path, logs: io.StringIO) ->
 
     assert b"has it" in told[0]
     assert all(CANARY.encode() not in piece for piece in told)
+    assert files_that_hold("has it", tmp_path / "state" / "ended") != [], "what ended sandboxes said is kept"
     assert files_that_hold(CANARY, tmp_path) == []
     assert CANARY not in logs.getvalue()
     assert "sandbox created" in logs.getvalue(), "the log was not looked at"

@@ -112,6 +112,7 @@ async def test_kill_9_of_the_node_loses_no_sandbox_and_no_output(place: Place) -
         results = await asyncio.gather(*(follow(client, sandbox.id, exec.id) for exec in execs))
         again = await start(client, sandbox.id, "echo alive")
         gone = await client.call(Method.DESTROY, records.SandboxRef(sandbox.id), records.Sandbox)
+        results.append(await follow(client, sandbox.id, execs[0].id))  # it outlives the sandbox
 
     expected = b"".join(b"%d\n" % n for n in range(1, 2 * lines + 1))
     for out, info in results:

@@ -16,7 +16,6 @@ from dsec.cli.pages import command
 from dsec.cli.processes import put_chunk
 
 if TYPE_CHECKING:
-    from dsec.core.errors import GoneError
     from dsec.sdk.process import AsyncProcess
     from dsec.sdk.results import Chunk
     from dsec.sdk.sandbox import AsyncSandbox
@@ -58,8 +57,6 @@ def logs(
     async def work() -> None:
         async with client() as c:
             found = await (c.get(sandbox) if sandbox.startswith("sbx_") else c.find(sandbox, ended=True))
-            if found.ended:
-                raise _gone(found)
             if exec is None and not follow and tail is None:
                 _list(await _execs(found, began))
                 return
@@ -67,17 +64,6 @@ def logs(
             await _show(found, process, follow=follow, tail=tail)
 
     run_async(work())
-
-
-def _gone(sandbox: AsyncSandbox) -> GoneError:
-    from dsec.core.errors import GoneError
-
-    info = sandbox.info
-    return GoneError(
-        f"sandbox {info.id} has ended: {info.cause or info.state}",
-        sandbox=info.id,
-        hint="what commands said goes with its sandbox: follow it (-f), or copy it out, while the sandbox lives",
-    )
 
 
 def _seconds(text: str) -> float:

@@ -177,7 +177,8 @@ PAGES: Final[dict[str, Page]] = {
     "calls pools": Page("", (("dsec calls pools", "the containers for calls, now"),), "a list of CallPool records"),
     "logs": Page(
         "Without EXEC the sandbox's commands are listed. EXEC is an id, `main` for the environment's own program, or "
-        "`latest` for the one started last. Old records make room for new ones, and all go with their sandbox. "
+        "`latest` for the one started last. Old records make room for new ones. Those of a sandbox that has ended "
+        "are kept for a day, if there is room. "
         "--follow goes on until the command ends; Ctrl-C ends only the looking.",
         (
             ("dsec logs box", "its commands"),

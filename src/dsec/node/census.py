@@ -14,6 +14,7 @@ import msgspec
 from dsec.core.errors import DsecError
 from dsec.core.ids import parse_sandbox_id
 from dsec.image.environments import EnvironmentStore
+from dsec.node.config import ENDED_DIR
 from dsec.storage.collect import Key, Kind, Thing
 from dsec.storage.layers import LayerStore
 from dsec.storage.trees import tree_size
@@ -85,6 +86,10 @@ class Places:
     @property
     def records(self) -> Path:
         return self.state / "records"
+
+    @property
+    def ended(self) -> Path:
+        return self.state / ENDED_DIR
 
     @property
     def sockets(self) -> Path:
@@ -188,7 +193,7 @@ def _drafts(places: Places, held: frozenset[tuple[int, int]]) -> Iterator[Thing]
     for path in _entries(places.state / "staging", "*"):
         kept = "somebody works on it" if _is_held(path, held) else ""
         yield Thing(Kind.DRAFT, f"staging/{path.name}", tree_size(path).disk_bytes, _time(path), kept)
-    for directory in (places.volumes, places.chunks, places.sandboxes, places.state):
+    for directory in (places.volumes, places.chunks, places.sandboxes, places.ended, places.state):
         for pattern in (f"{MAKING}*", f"{REMOVED}*", f"{TRIAL}*"):
             for path in _entries(directory, pattern):
                 name = str(path.relative_to(places.state))

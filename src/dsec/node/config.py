@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from dsec.backends.fncall.config import CallsConfig
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.spec import Substrate
+
+ENDED_DIR: Final = "ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class NodeConfig:
     memory_available_bytes_min: int = limits.MEMORY_AVAILABLE_BYTES_MIN
     disk_free_bytes_min: int = limits.DISK_FREE_BYTES_MIN
     records_bytes_max: int = limits.RECORDS_BYTES_MAX  # output kept of one sandbox, over all its execs
+    ended_records_bytes_max: int = limits.ENDED_RECORDS_BYTES_MAX  # kept for a day of all that ended; 0: nothing
     pause_deadline_s: float = 10.0
     creates_at_once_max: int = 64  # beyond, they wait their turn: a burst must not starve what runs
     adopts_at_once_max: int = 32
@@ -83,6 +87,7 @@ class NodeConfig:
             ("memory_available_bytes_min", self.memory_available_bytes_min),
             ("disk_free_bytes_min", self.disk_free_bytes_min),
             ("records_bytes_max", self.records_bytes_max),
+            ("ended_records_bytes_max", self.ended_records_bytes_max),
         ):
             if number < 0:
                 raise InvalidArgumentError(f"{what} must not be negative, and is {number}")
@@ -106,3 +111,8 @@ class NodeConfig:
     def records_dir(self) -> Path:
         """Of execs and their output. Apart from what backends keep below the same state directory."""
         return self.state_dir / "records"
+
+    @property
+    def ended_dir(self) -> Path:
+        """What there was in `records_dir` of sandboxes that have ended."""
+        return self.state_dir / ENDED_DIR

@@ -28,10 +28,11 @@ _HEAD: Final = struct.Struct("<II")
 class ExecLog:
     """Owned by one sandbox's exec table. Errors of the disk are StorageErrors; the log is as before then."""
 
-    __slots__ = ("_end", "_file", "path")
+    __slots__ = ("_end", "_file", "ended", "path")
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.ended = False  # then it is read only now and then, by whoever still has it: no descriptor is kept
         self._file: int | None = None
         self._end = 0
 
@@ -78,9 +79,12 @@ class ExecLog:
                 raise ValueError("its check sum is wrong")
             entry: ExecEntry = unpack(body, ExecEntry)  # type: ignore[arg-type]
         except FileNotFoundError as error:
-            raise GoneError("the sandbox has ended, and its output with it") from error
+            raise GoneError("the sandbox has ended, and its output is no longer kept") from error
         except (OSError, struct.error, ValueError, ProtocolError) as error:
             raise StorageError(f"an entry of the exec log {self.path} cannot be read") from error
+        finally:
+            if self.ended:
+                self.close()
         if not isinstance(entry, ExecEndEntry):
             raise StorageError(f"an entry of the exec log {self.path} is not the end of an exec")
         return entry

@@ -14,6 +14,7 @@ import msgspec
 
 from dsec.core.errors import CapacityError, ConflictError, ExecNotFoundError, StorageError
 from dsec.core.limits import EXECS_KEPT_MAX, EXECS_LIVE_MAX, MIB
+from dsec.core.states import SandboxState
 from dsec.node.execlog import ExecLog
 from dsec.node.execs import NodeExec
 from dsec.node.record import OutputRecord
@@ -21,7 +22,8 @@ from dsec.node.recordstore import ERR, OUT
 from dsec.node.rows import ExecDropEntry, ExecEndEntry, ExecEntry, ExecStartEntry
 from dsec.observe import metrics
 from dsec.observe.logs import get_logger
-from dsec.wire.agent import ExecEnd
+from dsec.wire.agent import ExecEnd, ExecStatus
+from dsec.wire.records import Sandbox
 
 log = get_logger(__name__)
 
@@ -154,6 +156,19 @@ class ExecTable:
         for exec in self._execs.values():
             exec.close()
 
+    def move(self, to: Path) -> bool:
+        """Where the records of a sandbox that has ended are from now on; whoever reads them reads on. False when there
+        are none. Raises OSError."""
+        self.close()
+        self._log.ended = True
+        try:
+            self.directory.rename(to)
+        except FileNotFoundError:  # no exec has ever run
+            return False
+        self.directory = to
+        self._log.path = to / self._log.path.name
+        return True
+
     async def remove(self) -> None:
         """Nothing of the records is left on the disk."""
         self.close()
@@ -167,7 +182,30 @@ class ExecTable:
     def load(self) -> None:
         """What another node process has left: execs that have ended, and those that may still run."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for position, entry in self._log.load():
+        self._take(self._log.load())
+        self._remove_strays()
+
+    def read_log(self) -> list[tuple[int, ExecEntry]]:
+        """For `load_ended`; may take long. Raises StorageError."""
+        return self._log.load()
+
+    def load_ended(self, entries: list[tuple[int, ExecEntry]], sandbox: Sandbox) -> None:
+        """Of a sandbox that has ended: to be read only. Execs whose end nobody saw have ended with it."""
+        self._log.ended = True
+        self._take(entries)
+        end = ExecEnd(
+            status=ExecStatus.UNKNOWN, cause="agent_lost" if sandbox.state == SandboxState.FAILED else "killed"
+        )
+        for exec in self._execs.values():
+            if exec.live:
+                exec.end = _end_entry(exec, end, sandbox.ended_at or exec.start.started_at)
+                self._live -= 1
+                if exec.end.file:
+                    exec.end_position = 0  # the file has its output, not an entry
+                    exec.let_go()
+
+    def _take(self, entries: list[tuple[int, ExecEntry]]) -> None:
+        for position, entry in entries:
             if isinstance(entry, ExecStartEntry):
                 if entry.id not in self._execs:
                     self._add(entry)
@@ -181,7 +219,6 @@ class ExecTable:
             exec.mark_started()
             if exec.live:
                 exec.record = self._load_record(exec)
-        self._remove_strays()
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 from dsec.core import limits
 from dsec.core.errors import DsecError, HostError, InvalidArgumentError, ProtocolError, StorageError
 from dsec.core.ids import NodeId, SandboxId, new_node_id, node_of, parse_node_id, parse_sandbox_id
+from dsec.node.config import ENDED_DIR
 from dsec.node.journalwriter import JournalWriter, Write
 from dsec.node.rows import KeyRow, SandboxRow, SpareRow, Tombstone
 from dsec.node.usage import SCHEMA as USAGE_SCHEMA
@@ -259,7 +260,8 @@ def _damaged(path: Path, what: str) -> StorageError:
 
 def _check_nothing_is_known(path: Path) -> None:
     """A node that has lost its journal must not begin an empty one: sandboxes may run that nobody would know of."""
-    left = [found for found in path.parent.glob("*/sbx_*") if _id_of(found) is not None]
+    found_there = (found for found in path.parent.glob("*/sbx_*") if found.parent.name != ENDED_DIR)
+    left = [found for found in found_there if _id_of(found) is not None]
     if not left:
         return
     ids = {id for found in left if (id := _id_of(found))}

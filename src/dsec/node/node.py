@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final
@@ -16,6 +15,7 @@ from dsec.binaries import find_binary
 from dsec.core.clock import Clock, SystemClock
 from dsec.core.errors import (
     DsecError,
+    GoneError,
     HostError,
     NodeRetiredError,
     SandboxNotFoundError,
@@ -34,7 +34,9 @@ from dsec.node.collecting import Collector
 from dsec.node.config import NodeConfig
 from dsec.node.creation import Creation
 from dsec.node.devices import Devices
+from dsec.node.endedrecords import EndedRecords
 from dsec.node.environments import Environments
+from dsec.node.exectable import ExecTable
 from dsec.node.expiry import expire
 from dsec.node.forking import Forks
 from dsec.node.host import boot_id, memory_available_bytes, memory_total_bytes
@@ -113,6 +115,7 @@ class Node:
         self.rollbacks: Rollbacks
         self.warm: WarmPool
         self.volumes: Volumes
+        self.ended: EndedRecords
         self.collector: Collector
         self.calls: Calls
         self._call_places: CallPlaces
@@ -131,6 +134,7 @@ class Node:
         try:
             config.records_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
             spread_children(config.records_dir)
+            config.ended_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
             config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise StorageError(f"cannot make {error.filename}: {error.strerror}") from error
@@ -145,6 +149,12 @@ class Node:
     async def _start(self) -> None:
         boot = self._boot_id or boot_id()
         self._reaper = Reaper(self.clock, self._sleep, self._expire)
+        self.ended = EndedRecords(
+            self.config.ended_dir,
+            bytes_max=self.config.ended_records_bytes_max,
+            buried=self.journal.tombstone,
+            tasks=self._tasks,
+        )
         self.volumes = Volumes(
             VolumeStore(self.config.state_dir), self.config.datasets, self.registry, self.clock, self._tasks
         )
@@ -187,10 +197,10 @@ class Node:
             tidy=self._tidy_environments,
         )
         await self._sweep()
+        await self._sort_records()
         self.adoption = Adoption(self._services, self.registry, self.backends, self.environments, boot)
         self.adoption.begin()
         self.warm.discard_left()
-        await self._remove_strays()
         await self.journal.prune(self.clock.wall_s())
         self._reaper.start(self._tasks)
         self.warm.start()
@@ -213,6 +223,8 @@ class Node:
         if hasattr(self, "warm"):
             await self.warm.close()
         await self._tasks.close()
+        if hasattr(self, "ended"):
+            self.ended.close()
         for backend in self.backends.values():
             with suppress(DsecError):
                 await backend.close()
@@ -276,15 +288,14 @@ class Node:
             names |= self.backends[substrate].names([record for record in found if record])
         return Known(names, self.layers_in_use())
 
-    async def _remove_strays(self) -> None:
-        """Directories of sandboxes that nobody knows any more."""
-
-        def remove() -> None:
-            for path in self.config.records_dir.iterdir():
-                if self.registry.find(path.name) is None:
-                    shutil.rmtree(path, ignore_errors=True)
-
-        await asyncio.to_thread(remove)
+    async def _sort_records(self) -> None:
+        """Before sandboxes are taken over: those of ended ones are apart, and those of nobody are removed."""
+        living = {row.id for row in self.journal.sandboxes()}
+        try:
+            await self.ended.load(self.config.records_dir, living)
+        except OSError as error:
+            raise StorageError(f"records cannot be read: {error}") from error
+        await self.ended.prune(self.clock.wall_s())
 
     # -- for the service ---------------------------------------------------------------------------
 
@@ -305,6 +316,18 @@ class Node:
         if node_of(parsed) != self.id:
             raise NodeRetiredError(f"the node of {id} has left, and its sandboxes with it", sandbox=id)
         raise _not_found(id)
+
+    async def execs_of(self, id: str, *, project: str | None) -> ExecTable:
+        """To be read; of an ended sandbox too, while they are kept. Raises as `find` does."""
+        try:
+            return self.find(id, project=project).execs
+        except GoneError as error:
+            buried = self.journal.tombstone(id)
+            found = None if buried is None else await self.ended.open(buried.sandbox)
+            if found is None:
+                error.hint = "it has run no command, or their records have made room for later ones"
+                raise
+            return found
 
     async def settled(self, id: str, *, project: str | None) -> None:
         """Returns once the sandbox, if it is the caller's, has been taken over from an earlier process, or ended."""
@@ -337,7 +360,7 @@ class Node:
             memory_overcommit=config.memory_overcommit,
             memory_available_bytes=memory_available_bytes(),
             memory_available_bytes_min=config.memory_available_bytes_min,
-            disk_free_bytes=free_bytes(config.state_dir),
+            disk_free_bytes=self._free_bytes(config.disk_free_bytes_min),
             disk_free_bytes_min=config.disk_free_bytes_min,
             closing=self._closed,
         )
@@ -376,7 +399,14 @@ class Node:
     # -- inside ------------------------------------------------------------------------------------
 
     def _has_room_for_records(self) -> bool:
-        return free_bytes(self.config.state_dir) >= self.config.disk_free_bytes_min // _RECORD_RESERVE
+        wanted = self.config.disk_free_bytes_min // _RECORD_RESERVE
+        return self._free_bytes(wanted) >= wanted
+
+    def _free_bytes(self, wanted: int) -> int:
+        """What is kept of ended sandboxes goes before living ones lack room."""
+        while (free := free_bytes(self.config.state_dir)) < wanted and self.ended.drop_oldest():
+            pass
+        return free
 
     def _expire(self, id: str) -> None:
         sandbox = self.registry.find(id)
@@ -385,7 +415,10 @@ class Node:
 
     def _forget(self, id: str) -> None:
         self._reaper.cancel(id)
+        found = self.registry.find(id)
         self.registry.remove(id)
+        if found is not None and found.tombstone is not None:
+            self.ended.keep(found.execs, found.tombstone.sandbox.ended_at or self.clock.wall_s())
 
     def _collect_soon(self) -> None:
         """One for all that ends within a moment."""
@@ -419,6 +452,7 @@ class Node:
             self._tasks.spawn(self.collector.relieve())
             if self.clock.monotonic_s() - pruned_at >= _PRUNE_EVERY_S:
                 pruned_at = self.clock.monotonic_s()
+                await self.ended.prune(self.clock.wall_s())
                 with suppress(StorageError):
                     await self.journal.prune(self.clock.wall_s())
             if self.clock.monotonic_s() - renewed_at >= _RENEW_EVERY_S:

@@ -250,13 +250,13 @@ class Service:
             return exec.answer(sandbox.id, with_output=True, existing=existing)
 
     async def _exec_get(self, request: records.ExecQuery, caller: Caller, _: str | None) -> records.ExecInfo:
-        sandbox, exec = self._exec(request.sandbox, request.exec, caller)
+        exec = await self._on_record(request.sandbox, request.exec, caller)
         await _wait_for_end(exec, request.wait_s)
-        return exec.info(sandbox.id)
+        return exec.info(request.sandbox)
 
     async def _exec_list(self, request: records.SandboxRef, caller: Caller, _: str | None) -> records.ExecPage:
-        sandbox = self._sandbox(request.id, caller)
-        return records.ExecPage([exec.info(sandbox.id) for exec in sandbox.execs])
+        execs = await self._node.execs_of(request.id, project=project_seen(caller))
+        return records.ExecPage([exec.info(request.id) for exec in execs])
 
     async def _exec_stdin(self, request: wire.StdinWrite, caller: Caller, _: str | None) -> records.StdinAnswer:
         sandbox, exec = self._exec(request.sandbox, request.exec, caller)
@@ -297,13 +297,22 @@ class Service:
         found = self._sandbox(sandbox, caller)
         return found, found.execs.get(parse_exec_id(exec))
 
+    async def _on_record(self, sandbox: str, exec: str, caller: Caller) -> NodeExec:
+        """Of an ended sandbox too: only to be read."""
+        id = parse_exec_id(exec)
+        return (await self._node.execs_of(sandbox, project=project_seen(caller))).get(id)
+
     async def _exec_output(self, request: wire.OutputQuery, caller: Caller, stream: Stream) -> None:
-        sandbox, _ = self._exec(request.sandbox, request.exec, caller)
-        await streams.send_output(sandbox, _checked(request), stream)
+        exec = await self._on_record(request.sandbox, request.exec, caller)
+        await streams.send_output(exec, _checked(request), stream)
 
     async def _exec_attach(self, request: wire.OutputQuery, caller: Caller, stream: Stream) -> None:
-        sandbox, _ = self._exec(request.sandbox, request.exec, caller)
-        await streams.attach(sandbox, _checked(request), stream)
+        try:
+            sandbox, exec = self._exec(request.sandbox, request.exec, caller)
+        except GoneError:
+            await self._exec_output(request, caller, stream)  # there is nobody to take input
+        else:
+            await streams.attach(sandbox, exec, _checked(request), stream)
 
     # -- sessions ----------------------------------------------------------------------------------
 

@@ -26,15 +26,13 @@ _IN: Final = int(Channel.IN)
 _OUT: Final = int(Channel.OUT)
 
 
-async def send_output(sandbox: Supervisor, query: OutputQuery, stream: Stream) -> None:
+async def send_output(exec: NodeExec, query: OutputQuery, stream: Stream) -> None:
     """Recorded output, and what is recorded meanwhile when following; gaps are stated; then the exec as it is."""
-    exec = sandbox.execs.get(query.exec)
-    await _while_open(stream, _send_record(sandbox, exec, query, stream), _ignore)
+    await _while_open(stream, _send_record(exec, query, stream), _ignore)
 
 
-async def attach(sandbox: Supervisor, query: OutputQuery, stream: Stream) -> None:
+async def attach(sandbox: Supervisor, exec: NodeExec, query: OutputQuery, stream: Stream) -> None:
     """As `send_output`, and takes stdin."""
-    exec = sandbox.execs.get(query.exec)
 
     async def take(frame: Frame) -> None:
         with _ended_is_fine(exec):
@@ -44,7 +42,7 @@ async def attach(sandbox: Supervisor, query: OutputQuery, stream: Stream) -> Non
             elif frame.type == FrameType.END:
                 await sandbox.write_stdin(exec.id, b"", offset=None, eof=True)
 
-    await _while_open(stream, _send_record(sandbox, exec, query, stream), take)
+    await _while_open(stream, _send_record(exec, query, stream), take)
 
 
 async def send_download(download: Download, stream: Stream, *, offset: int) -> None:
@@ -148,7 +146,7 @@ async def send_build(events: AsyncIterator[BuildEvent], stream: Stream) -> None:
 # -- output ----------------------------------------------------------------------------------------
 
 
-async def _send_record(sandbox: Supervisor, exec: NodeExec, query: OutputQuery, stream: Stream) -> None:
+async def _send_record(exec: NodeExec, query: OutputQuery, stream: Stream) -> None:
     at = {OUT: query.out, ERR: query.err}
     with exec as record:
         while True:
@@ -157,7 +155,7 @@ async def _send_record(sandbox: Supervisor, exec: NodeExec, query: OutputQuery, 
             if not exec.live or not query.follow:
                 break
             await exec.changed()
-    await _end(stream, exec.info(sandbox.id))
+    await _end(stream, exec.info(query.sandbox))
 
 
 async def _send_next(record: OutputRecord, at: dict[int, int], stream: Stream) -> bool:

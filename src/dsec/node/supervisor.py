@@ -186,6 +186,7 @@ class Supervisor:
         await self._stop_following()
         try:
             await self._remove()
+            await self.execs.remove()
             await self._services.journal.forget(self.id, project=self.row.project, key=self.row.key)
         except Exception as error:
             log.error("a failed create left something", sandbox=self.id, exc_info=error)
@@ -541,7 +542,6 @@ class Supervisor:
             await self.backend.discard(SandboxId(self.id), self.row.record)
         if self.row.leftover:
             await self.backend.discard(SandboxId(self.id), self.row.leftover)
-        await self.execs.remove()
 
     async def _bury(self) -> records.Sandbox:
         cause = EndCause(self.row.end_cause or EndCause.DESTROYED)

@@ -124,6 +124,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     memory_available_bytes_min: int | str = limits.MEMORY_AVAILABLE_BYTES_MIN  # with less left, creates are refused
     disk_free_bytes_min: int | str = limits.DISK_FREE_BYTES_MIN  # with less left, creates and builds are refused
     records_bytes_max: int | str = limits.RECORDS_BYTES_MAX
+    ended_records_bytes_max: int | str = limits.ENDED_RECORDS_BYTES_MAX
     pause_deadline_s: float = 10.0  # then a sandbox that does not stop goes on, and the pause has failed
     creates_at_once_max: int = 64
     residue: dict[str, tuple[str, ...]] = {}  # rule → patterns of what is not published; none: the rule is off
@@ -146,6 +147,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             memory_available_bytes_min=parse_size(self.memory_available_bytes_min, "memory_available_bytes_min"),
             disk_free_bytes_min=parse_size(self.disk_free_bytes_min, "disk_free_bytes_min"),
             records_bytes_max=parse_size(self.records_bytes_max, "records_bytes_max"),
+            ended_records_bytes_max=parse_size(self.ended_records_bytes_max, "ended_records_bytes_max"),
             pause_deadline_s=self.pause_deadline_s,
             creates_at_once_max=self.creates_at_once_max,
             residue=_checked_residue(self.residue),
