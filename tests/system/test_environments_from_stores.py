@@ -31,12 +31,14 @@ from dsec.storage.loader import Loader
 from dsec.testing.processes import all_processes, command_line
 from dsec.testing.waiting import eventually
 from dsec.wire.environments import BuildEvent, PushRequest, StoreSource
+from dsec.wire.loader import LoaderOp, PrefetchArgs
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
 from tests.system.loader_site import guards
 
 pytestmark = pytest.mark.root
 
 MINE = "mine"  # what the second node calls it
+FALSE = ["/usr/bin/python3", "-c", "raise SystemExit(1)"]
 PYTHON = ["/usr/bin/python3", "-c", "import json; print(json.dumps([6 * 7]))"]
 # Reads files until one cannot be read, and says how often that was so, and why.
 READ_ALL = ["/usr/bin/python3", "-c", """
@@ -182,12 +184,14 @@ async def test_a_store_that_is_damaged_is_an_error_inside_and_is_told_outside(pl
         assert "errno" in (await sb.exec(NOT_TO_BE_READ)).stdout
         shared.data.write_bytes(bytes(len(good)))
 
-        assert (await sb.exec(WHOLE)).stdout == f"errno {errno.EIO}\n"
+        failed = await sb.exec(WHOLE)
+        assert (failed.stdout, failed.exit_code, failed.cause) == (f"errno {errno.EIO}\n", 3, "layer_corrupt")
         for _ in range(2):  # it is told to everybody who asks
             told = await use_of(client)
             assert told.failure is not None
             assert (told.failure.cause, told.errors > 0, told.corrupt > 0) == ("corrupt", True, True)
         shared.data.write_bytes(good)
+        assert (await sb.exec(FALSE)).cause is None  # what was before it began is not its own
         assert (await sb.exec(WHOLE)).stdout == "all read\n"
         assert (await use_of(client)).failure is None
 
@@ -199,7 +203,8 @@ async def test_a_store_that_is_gone_is_an_error_until_it_is_back(place: Place, s
         assert "errno" in (await sb.exec(NOT_TO_BE_READ)).stdout
         shared.root.rename(shared.root.with_name("away"))
 
-        assert (await sb.exec(WHOLE)).stdout == f"errno {errno.EIO}\n"
+        failed = await sb.exec(WHOLE)
+        assert (failed.stdout, failed.exit_code, failed.cause) == (f"errno {errno.EIO}\n", 3, "layer_unavailable")
 
         told = await use_of(client)
         assert told.failure is not None
@@ -207,6 +212,32 @@ async def test_a_store_that_is_gone_is_an_error_until_it_is_back(place: Place, s
         assert (await sb.exec(PYTHON, check=True)).stdout == "[42]\n"  # what is here goes on
         shared.root.with_name("away").rename(shared.root)
         assert (await sb.exec(WHOLE)).stdout == "all read\n"
+
+
+@pytest.mark.parametrize("front", ["fuse", pytest.param("fanotify", marks=pytest.mark.slow)])
+async def test_a_command_that_fails_because_its_store_is_away_says_so(place: Place, shared: Shared, front: str) -> None:
+    if front == "fanotify" and not guards(place.state):
+        pytest.skip("this kernel or file system has no pre-content events")
+    place.settings["storage"] = {"loader_front": front}
+    async with with_it(place, shared) as client, await client.create(MINE) as sb:
+        assert (await sb.exec(FALSE)).cause is None
+        assert "errno" in (await sb.exec(NOT_TO_BE_READ)).stdout
+        shared.root.rename(shared.root.with_name("away"))
+        loader = Loader(place.run, place.state / "cache", cache_bytes=0)
+        layer = (await use_of(client)).digest
+        loader.request(LoaderOp.PREFETCH, PrefetchArgs(digest=layer, whole=True), dict, start=False)
+        loader.close()
+
+        async def noticed() -> bool:
+            return (await use_of(client)).errors > 0
+
+        await eventually(noticed)  # so that readers wait for two seconds, and not for half a minute
+        assert (await sb.exec(FALSE)).cause is None  # nobody had to read what could not be fetched ahead
+        failed = await sb.exec(WHOLE)
+        assert (failed.stdout, failed.exit_code, failed.cause) == (f"errno {errno.EIO}\n", 3, "layer_unavailable")
+        shared.root.with_name("away").rename(shared.root)
+        assert (await sb.exec(WHOLE)).stdout == "all read\n"
+        assert (await sb.exec(FALSE)).cause is None
 
 
 async def test_kill_9_of_the_loader_s_worker_is_not_noticed_inside(place: Place, shared: Shared) -> None:

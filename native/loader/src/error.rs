@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::time::Duration;
 
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -59,6 +60,14 @@ impl<T> Doing<T> for io::Result<T> {
 pub struct StoreError {
     pub cause: Cause,
     pub detail: String,
+}
+
+/// A read that got EIO for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FailedRead {
+    pub cause: Cause,
+    /// By the clock of `monotonic`.
+    pub at: Duration,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

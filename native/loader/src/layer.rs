@@ -9,8 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use dsec_sys::clock::monotonic;
+
 use crate::cache::{Cache, Found};
-use crate::error::{Cause, Result, StoreError};
+use crate::error::{Cause, FailedRead, Result, StoreError};
 use crate::index::{Chunk, Index};
 use crate::source::Source;
 
@@ -74,6 +76,7 @@ struct Inner {
     window: u32,
     sweep: u32,
     last_error: Option<StoreError>,
+    failed_read: Option<FailedRead>,
     broken: bool,
 }
 
@@ -191,6 +194,7 @@ impl Layer {
                 window: 0,
                 sweep: 0,
                 last_error: None,
+                failed_read: None,
                 broken: false,
             }),
             holes: RwLock::new(()),
@@ -366,6 +370,9 @@ impl Layer {
                 add(&self.counts.errors, 1);
                 inner.broken |= error.cause != Cause::Corrupt;
                 inner.last_error = Some(error.clone());
+                if inner.is_awaited(run) {
+                    inner.note_failed_read(error.cause);
+                }
             }
             for chunk in run.chunks.clone() {
                 self.set(&mut inner, chunk, State::Absent);
@@ -409,6 +416,7 @@ impl Layer {
             });
             add(&self.counts.errors, 1);
             inner.broken = true;
+            inner.note_failed_read(Cause::Unreachable);
             inner.last_error.get_or_insert_with(|| {
                 StoreError::new(Cause::Unreachable, "the store gives nothing in time")
             });
@@ -457,6 +465,10 @@ impl Layer {
 
     pub fn take_error(&self) -> Option<StoreError> {
         self.inner().last_error.take()
+    }
+
+    pub fn failed_read(&self) -> Option<FailedRead> {
+        self.inner().failed_read
     }
 
     pub fn stats(&self) -> Stats {
@@ -527,6 +539,11 @@ impl Inner {
         run.chunks
             .clone()
             .any(|chunk| self.waiting.contains_key(&chunk))
+    }
+
+    fn note_failed_read(&mut self, cause: Cause) {
+        let at = monotonic();
+        self.failed_read = Some(FailedRead { cause, at });
     }
 
     fn touch(&mut self, chunk: u32) {

@@ -14,7 +14,7 @@ use crate::layer::{Counts, Layer};
 use crate::pool::Pool;
 use crate::shelf::{Served, Shelf};
 use crate::source::{self, Source};
-use crate::wire::{AddArgs, LayerStats, SourceArgs, StatsAnswer, StoreFailure};
+use crate::wire::{AddArgs, LayerStats, ReadFailure, SourceArgs, StatsAnswer, StoreFailure};
 
 const STORES_MAX: usize = 16;
 const LAYERS_MAX: usize = 4096;
@@ -325,6 +325,21 @@ impl Library {
             cache_bytes: self.held(),
             cache_bytes_max: self.settings.cache_bytes,
         })
+    }
+
+    /// The last read of one of these layers that failed because of its store. Layers that are not served have none.
+    pub fn failure(&self, digests: &[String]) -> Option<ReadFailure> {
+        let failed = digests.iter().filter_map(|digest| {
+            let read = self.shelf.find(digest)?.layer.failed_read()?;
+            Some((digest, read))
+        });
+        failed
+            .max_by_key(|(_, read)| read.at)
+            .map(|(digest, read)| ReadFailure {
+                digest: digest.clone(),
+                cause: read.cause.word(),
+                at_s: read.at.as_secs_f64(),
+            })
     }
 
     /// Caches of layers that nobody is served go first, whole, the one unused for longest before the others; then chunks

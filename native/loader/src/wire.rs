@@ -152,6 +152,25 @@ pub struct StatsAnswer {
     pub cache_bytes_max: u64,
 }
 
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FailureArgs {
+    pub digests: Vec<String>,
+}
+
+#[derive(Serialize)]
+pub struct FailureAnswer {
+    pub failure: Option<ReadFailure>,
+}
+
+#[derive(Serialize)]
+pub struct ReadFailure {
+    pub digest: String,
+    pub cause: &'static str,
+    /// Seconds of CLOCK_MONOTONIC.
+    pub at_s: f64,
+}
+
 #[derive(Serialize)]
 pub struct TraceAnswer {
     pub chunks: Vec<u32>,

@@ -197,6 +197,11 @@ impl Worker {
                     &library.stats(args.digest.as_deref())?,
                 ))
             }
+            "failure" => {
+                let args: FailureArgs = wire::decode_args(message)?;
+                let failure = library.failure(&args.digests);
+                Ok(wire::encode_ok(head.id, &FailureAnswer { failure }))
+            }
             "evict" => {
                 let args: EvictArgs = wire::decode_args(message)?;
                 let freed_bytes = library.evict(args.bytes);

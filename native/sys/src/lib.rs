@@ -1,4 +1,5 @@
 //! System calls that the standard library lacks, each wrapped once; the only crate with `unsafe`.
+pub mod clock;
 pub mod epoll;
 pub mod errno;
 pub mod fanotify;

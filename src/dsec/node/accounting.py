@@ -38,11 +38,14 @@ class UsageMeter:
             self._memory_bytes = usage.memory_bytes
         self._at = now
 
-    def limit_hit(self, oom_kills_before: int) -> str | None:
-        """Which limit of its sandbox an exec that has failed since then ran into, as a cause of its end."""
+    def limit_hit(self, oom_kills_before: int, layer: str | None = None) -> str | None:
+        """Which limit of its sandbox an exec that has failed since then ran into, as a cause of its end.
+
+        `layer`: what its layers gave instead of content meanwhile. A full disk is a state, and may be an old one.
+        """
         if self.oom_kills > oom_kills_before:
             return "oom"
-        return "disk_full" if self._disk_full else None
+        return layer or ("disk_full" if self._disk_full else None)
 
     def begin_anew(self) -> None:
         """Another instance counts from nothing; what the one before has used stays counted."""

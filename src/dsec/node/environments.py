@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dsec.backends.base import Layer
+from dsec.core.errors import NotFoundError, StorageError
 from dsec.core.spec import Environment
 from dsec.image.build import build_events, collapse_events, export_events, machine_events, push_events
 from dsec.image.compose import compose, update
@@ -129,6 +130,11 @@ class Environments(Protocol):
     async def trace(self, name: str) -> EnvironmentTrace:
         """What has been read so far goes into the stores. Raises EnvironmentNotFoundError, ConflictError when nothing
         was, and what a store raises."""
+        ...
+
+    async def read_failure(self, digests: Sequence[str], since_s: float) -> str | None:
+        """What reads of these layers have failed of since then (monotonic), as a cause of an exec's end; None while all
+        are local."""
         ...
 
     async def describe(self) -> StoreFacts | None:
@@ -255,6 +261,19 @@ class StoredEnvironments:
 
     async def trace(self, name: str) -> EnvironmentTrace:
         return await asyncio.to_thread(record_trace, self._store, self._remote, name)
+
+    async def read_failure(self, digests: Sequence[str], since_s: float) -> str | None:
+        remote = [digest for digest in digests if self._is_remote(digest)]
+        cause = await self._remote.failed_since(remote, since_s) if remote else None
+        if cause is None:
+            return None
+        return "layer_corrupt" if cause == "corrupt" else "layer_unavailable"
+
+    def _is_remote(self, digest: str) -> bool:
+        try:
+            return self._store.layers.get(digest).remote is not None
+        except (NotFoundError, StorageError, OSError):
+            return False
 
     async def describe(self) -> StoreFacts | None:
         return await asyncio.to_thread(lambda: replace(self._store.describe(), front=self._remote.front()))

@@ -34,7 +34,7 @@ class ExecDesk:
         tasks: Tasks,
         substrate: Substrate,
         oom_kills_seen: Callable[[], int],
-        limit_hit: Callable[[int], Awaitable[str | None]],
+        limit_hit: Callable[[NodeExec], Awaitable[str | None]],
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -83,6 +83,7 @@ class ExecDesk:
             )
         )
         exec.oom_kills_before = self._oom_kills_seen()
+        exec.began_s = self._clock.monotonic_s()
         metrics.EXECS.labels(self._substrate).inc()
         self._on_begin()
         self._run(exec, agent_exec(request))
@@ -96,6 +97,7 @@ class ExecDesk:
         self._table.load()
         for exec in self._table:
             if exec.live:
+                exec.began_s = self._clock.monotonic_s() - max(0.0, self._clock.wall_s() - exec.start.started_at)
                 self._on_begin()
 
     def reconcile(self, client: AgentClient) -> None:

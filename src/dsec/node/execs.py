@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -32,6 +33,7 @@ class NodeExec:
         "_readers",
         "_record",
         "_waiters",
+        "began_s",
         "end",
         "end_position",
         "followed",
@@ -53,6 +55,7 @@ class NodeExec:
         self.stdin_lock = asyncio.Lock()
         self.stdin_closed = not start.stdin
         self.oom_kills_before = 0
+        self.began_s = math.inf  # monotonic; its desk knows
         self._open_record = open_record
         self._record: OutputRecord | None = None
         self._readers = 0

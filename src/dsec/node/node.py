@@ -168,6 +168,7 @@ class Node:
             forget=self._forget,
             collect=self._collect_soon,
             has_room=self._has_room_for_records,
+            read_failure=self.environments.read_failure,
             volumes=self.volumes,
         )
         self.backends = self._make_backends(self.journal.node_id)

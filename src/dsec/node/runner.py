@@ -46,7 +46,7 @@ class ExecRunner:
         table: ExecTable,
         link: Callable[[], AgentLink],
         clock: Clock,
-        limit_hit: Callable[[int], Awaitable[str | None]],
+        limit_hit: Callable[[NodeExec], Awaitable[str | None]],
         on_end: Callable[[], None],
     ) -> None:
         self._table = table
@@ -172,10 +172,10 @@ class ExecRunner:
 
     async def _with_limit(self, exec: NodeExec, end: ExecEnd) -> ExecEnd:
         """A failed exec during which the kernel killed for memory says so, also when a child of it was hit; and one
-        that leaves the disk at its limit."""
+        during which a layer's store gave none or wrong content, or that leaves the disk at its limit."""
         if end.cause is not None or (end.status == ExecStatus.EXITED and end.code == 0):
             return end
-        cause = await self._limit_hit(exec.oom_kills_before)
+        cause = await self._limit_hit(exec)
         return end if cause is None else msgspec.structs.replace(end, cause=cause)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,5 +30,6 @@ class Services:
     forget: Callable[[str], None]  # a sandbox of this id has ended, and nothing of it is left
     collect: Callable[[], None]  # soon, for layers that nothing may name any more
     has_room: Callable[[], bool]  # for more recorded output
+    read_failure: Callable[[Sequence[str], float], Awaitable[str | None]]  # as of Environments
     volumes: Volumes
     closing: bool = False

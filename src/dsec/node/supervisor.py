@@ -348,9 +348,9 @@ class Supervisor:
         self.row = msgspec.structs.replace(self.row, agent_boot_id=client.hello.boot_id)
         self._desk.reconcile(client)
 
-    async def _limit_hit(self, oom_kills_before: int) -> str | None:
-        await self.sample()
-        return self.meter.limit_hit(oom_kills_before)
+    async def _limit_hit(self, exec: NodeExec) -> str | None:
+        layer, _ = await asyncio.gather(self._services.read_failure(self.row.layers, exec.began_s), self.sample())
+        return self.meter.limit_hit(exec.oom_kills_before, layer)
 
     # -- its disk ----------------------------------------------------------------------------------
 

@@ -41,13 +41,16 @@ class ExecResult:
 
     `exit_code` is None when a signal ended the command (`signal` says which) or when nobody saw its end (`status` is
     "unknown" and `cause` says why). `stdout` and `stderr` replace what is not UTF-8; the bytes are beside them.
+
+    `cause` says what ended or spoiled it, if anything did: timed_out, oom, output_budget, disk_full, layer_unavailable,
+    layer_corrupt, agent_lost, node_lost, killed, rolled_back.
     """
 
     id: str
     status: str  # exited | signaled | unknown
     exit_code: int | None
     signal: int | None
-    cause: str | None  # timed_out | oom | output_budget | disk_full | agent_lost | node_lost | killed
+    cause: str | None  # timed_out | oom | disk_full | …, as above
     stdout_bytes: bytes
     stderr_bytes: bytes
     gaps: list[Gap] = field(default_factory=list)

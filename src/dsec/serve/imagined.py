@@ -103,6 +103,9 @@ class ImaginedEnvironments:
     async def tidy(self, *, live: Collection[str]) -> None:
         """There is nothing to remove."""
 
+    async def read_failure(self, digests: Sequence[str], since_s: float) -> str | None:
+        return None
+
     async def describe(self) -> StoreFacts | None:
         return None
 

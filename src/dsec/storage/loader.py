@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -60,6 +61,7 @@ class Loader:
         self._front = front
         self._cache_bytes = cache_bytes
         self._mutex = threading.Lock()
+        self._asking = asyncio.Lock()
         self._socket: socket.socket | None = None
         self._next_id = 1
 
@@ -79,6 +81,32 @@ class Loader:
                     if last:
                         raise UnavailableError(f"the loader went away: {error}", retry_after_s=1.0) from error
         raise AssertionError("unreachable")
+
+    async def ask(self, op: LoaderOp, args: Any, answer: type[T], *, timeout_s: float) -> T:
+        """`request` without a thread, of a loader that runs, by a connection of its own: neither those who use the
+        other one nor a loader that hangs hold it up. Raises what it answers as a typed error, UnavailableError,
+        DeadlineError."""
+        message = _message(1, op, args)
+        try:
+            # One at a time: the loader has few connections, and would drop the other one for these.
+            async with asyncio.timeout(timeout_s), self._asking:
+                data = await self._ask(message)
+        except TimeoutError as error:
+            raise DeadlineError(f"the loader did not answer {op.value} within {timeout_s:g} s") from error
+        except OSError as error:
+            raise UnavailableError(f"the loader does not answer: {error}", retry_after_s=1.0) from error
+        return _answer_in(data, 1, op, answer)
+
+    async def _ask(self, message: bytes) -> bytes:
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as link:
+            link.setblocking(False)
+            await loop.sock_connect(link, os.fspath(self._run_dir / "loader.sock"))
+            await loop.sock_sendall(link, message)
+            data = await loop.sock_recv(link, MESSAGE_BYTES_MAX)
+        if not data:
+            raise ConnectionResetError("end of the connection")
+        return data
 
     def hello(self) -> HelloAnswer:
         return self.request(LoaderOp.HELLO, HelloArgs(), HelloAnswer)
@@ -128,9 +156,7 @@ class Loader:
     def _exchange(self, link: socket.socket, op: LoaderOp, args: Any, answer: type[T]) -> T:
         message_id = self._next_id
         self._next_id += 1
-        message = codec.pack(LoaderRequest(message_id, op.value, args))
-        if len(message) > MESSAGE_BYTES_MAX:
-            raise InvalidArgumentError(f"a request of {len(message)} bytes is too long for the loader")
+        message = _message(message_id, op, args)
         try:
             link.send(message)
             data = link.recv(MESSAGE_BYTES_MAX)
@@ -139,16 +165,11 @@ class Loader:
             raise DeadlineError(f"the loader did not answer {op.value} within {_REQUEST_S:g} s") from error
         if not data:
             raise ConnectionResetError("end of the connection")
-        reply = codec.unpack(data, LoaderReply)
-        if reply.id != message_id:
-            self._disconnect()
-            raise ProtocolError(f"the loader answered request {reply.id} instead of {message_id}")
-        if reply.error is not None:
-            raise _error_of(op, reply.error)
         try:
-            return msgspec.convert(reply.ok, answer)
-        except msgspec.ValidationError as error:
-            raise ProtocolError(f"the loader's answer to {op.value} is not understood: {error}") from error
+            return _answer_in(data, message_id, op, answer)
+        except ProtocolError:
+            self._disconnect()
+            raise
 
     def _connected(self, *, start: bool) -> socket.socket:
         if self._socket is None:
@@ -215,6 +236,25 @@ class Loader:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def _message(message_id: int, op: LoaderOp, args: Any) -> bytes:
+    message = codec.pack(LoaderRequest(message_id, op.value, args))
+    if len(message) > MESSAGE_BYTES_MAX:
+        raise InvalidArgumentError(f"a request of {len(message)} bytes is too long for the loader")
+    return message
+
+
+def _answer_in(data: bytes, message_id: int, op: LoaderOp, answer: type[T]) -> T:
+    reply = codec.unpack(data, LoaderReply)
+    if reply.id != message_id:
+        raise ProtocolError(f"the loader answered request {reply.id} instead of {message_id}")
+    if reply.error is not None:
+        raise _error_of(op, reply.error)
+    try:
+        return msgspec.convert(reply.ok, answer)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"the loader's answer to {op.value} is not understood: {error}") from error
 
 
 def _error_of(op: LoaderOp, failure: LoaderFailure) -> Exception:

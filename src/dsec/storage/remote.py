@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
@@ -25,6 +25,8 @@ from dsec.wire.loader import (
     TRACE_CHUNKS_MAX,
     AddAnswer,
     AddArgs,
+    FailureAnswer,
+    FailureArgs,
     HelloAnswer,
     HelloArgs,
     LayerArgs,
@@ -40,6 +42,8 @@ from dsec.wire.loader import (
 )
 
 _RENEW_BEFORE_S: Final = 24 * 3600.0  # a signed URL is renewed this long before it ends, or at half its time
+
+_FAILURE_S: Final = 1.0  # the end of a command waits for it
 
 _log = get_logger("dsec.storage.remote")
 
@@ -120,6 +124,16 @@ class RemoteLayers:
             self._failures.pop(layer.digest, None)
             return layer
         return msgspec.structs.replace(layer, error=known[0])
+
+    async def failed_since(self, digests: Sequence[str], since_s: float) -> str | None:
+        """Why the last read of one of these layers that got EIO did so, as a StoreFailure says it, if that was since
+        `since_s` (monotonic). None also when the loader does not say, or not at once."""
+        try:
+            args = FailureArgs(tuple(digests))
+            failure = (await self.loader.ask(LoaderOp.FAILURE, args, FailureAnswer, timeout_s=_FAILURE_S)).failure
+        except DsecError:
+            return None
+        return failure.cause if failure is not None and failure.at_s >= since_s else None
 
     def prefetch(self, digest: str) -> None:
         """All of a layer, in the background."""

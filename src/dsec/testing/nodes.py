@@ -157,6 +157,9 @@ class FakeEnvironments:
     async def trace(self, name: str) -> EnvironmentTrace:
         return EnvironmentTrace(name=(await self.get(name)).name, layers=())
 
+    async def read_failure(self, digests: Sequence[str], since_s: float) -> str | None:
+        return None
+
     async def describe(self) -> StoreFacts | None:
         return None
 

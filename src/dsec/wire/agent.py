@@ -127,9 +127,9 @@ class ExecEnd(msgspec.Struct, frozen=True, kw_only=True):
     status: str  # ExecStatus
     code: int | None = None
     signal: int | None = None
-    cause: str | None = (
-        None  # timed_out | oom | output_budget | disk_full | agent_lost | node_lost | killed | rolled_back
-    )
+    # timed_out | oom | output_budget | disk_full | killed; the node adds layer_unavailable | layer_corrupt |
+    # agent_lost | node_lost | rolled_back
+    cause: str | None = None
     out_bytes: int = 0
     err_bytes: int = 0
     usage: ExecUsage = ExecUsage()

@@ -25,6 +25,7 @@ class LoaderOp(enum.StrEnum):
     PREFETCH = "prefetch"  # PrefetchArgs → {}
     TRACE = "trace"  # LayerArgs → TraceAnswer
     STATS = "stats"  # StatsArgs → StatsAnswer
+    FAILURE = "failure"  # FailureArgs → FailureAnswer
     EVICT = "evict"  # EvictArgs → EvictAnswer
     SHUTDOWN = "shutdown"  # {} → {}
 
@@ -131,6 +132,22 @@ class StatsAnswer(msgspec.Struct, frozen=True):
     layers: list[LayerStats]
     cache_bytes: int
     cache_bytes_max: int
+
+
+class FailureArgs(msgspec.Struct, frozen=True):
+    digests: tuple[str, ...]
+
+
+class ReadFailure(msgspec.Struct, frozen=True, kw_only=True):
+    digest: str
+    cause: str  # as of StoreFailure
+    at_s: float  # of CLOCK_MONOTONIC
+
+
+class FailureAnswer(msgspec.Struct, frozen=True):
+    """The last read of one of the layers that failed because of its store, by the worker that answers."""
+
+    failure: ReadFailure | None = None
 
 
 class EvictArgs(msgspec.Struct, frozen=True):

@@ -287,7 +287,11 @@ class GapNotice(msgspec.Struct, frozen=True):
 
 
 class ExecInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A command as it is known now. `status` and what follows it are there once it has ended."""
+    """A command as it is known now. `status` and what follows it are there once it has ended.
+
+    `cause` says what ended or spoiled it, if anything did: timed_out, oom, output_budget, disk_full, layer_unavailable,
+    layer_corrupt, agent_lost, node_lost, killed, rolled_back.
+    """
 
     id: str
     sandbox: str
@@ -301,7 +305,7 @@ class ExecInfo(msgspec.Struct, frozen=True, kw_only=True):
     status: str | None = None  # exited | signaled | unknown, once ended
     exit_code: int | None = None
     signal: int | None = None
-    cause: str | None = None  # timed_out | oom | output_budget | disk_full | agent_lost | node_lost | killed
+    cause: str | None = None  # timed_out | oom | disk_full | …, as above
     session_ended: bool = False
     out_bytes: int = 0  # produced
     err_bytes: int = 0

@@ -142,7 +142,27 @@ fn a_failure_is_told_once_to_each_who_waits_and_the_next_tries_again() {
     assert_eq!(told.try_iter().collect::<Vec<_>>(), [false]);
     assert!(told_too.try_recv().is_err(), "chunk 2 is still on its way");
     assert_eq!(layer.take_error(), Some(error));
+    assert_eq!(layer.failed_read().unwrap().cause, Cause::Gone);
     assert_eq!(ask(&layer, 0..2).0.runs.len(), 1);
+}
+
+#[test]
+fn what_is_fetched_ahead_in_vain_is_no_read_that_failed() {
+    let site = Site::new();
+    let layer = site.open();
+    let error = StoreError::new(Cause::Corrupt, "corrupt");
+    layer.prefetch(&[0, 1]);
+    let run = layer.take_ahead().unwrap();
+
+    assert!(layer.give_up(&run, Some(&error), false));
+    assert_eq!(layer.failed_read(), None);
+
+    let began = monotonic();
+    let (wanted, _told) = ask(&layer, 0..1);
+    assert!(layer.give_up(&wanted.runs[0], Some(&error), true));
+    let failed = layer.failed_read().unwrap();
+    assert_eq!(failed.cause, Cause::Corrupt);
+    assert!((began..=monotonic()).contains(&failed.at));
 }
 
 #[test]
@@ -333,6 +353,7 @@ fn nobody_waits_for_ever_for_a_thread_that_hangs() {
     layer.expire(Instant::now() + WAIT_MAX);
     assert_eq!(told.try_iter().collect::<Vec<_>>(), [false]);
     assert_eq!(layer.take_error().unwrap().cause, Cause::Unreachable);
+    assert_eq!(layer.failed_read().unwrap().cause, Cause::Unreachable);
 
     // The thread comes back: what it has is of use.
     let fetched = layer.fetch(&wanted.runs[0]);
