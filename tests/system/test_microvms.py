@@ -264,6 +264,30 @@ async def test_kill_9_of_the_node_loses_no_machine_no_byte_and_no_exit(small_sto
             await again.destroy()
 
 
+async def test_kill_9_of_the_node_while_a_template_is_made_leaves_nothing_of_it(small_store: Path) -> None:
+    with private_place(small_store) as place:
+        place.start_process()
+        async with AsyncClient(place.url) as client:
+            await place.ready(client)
+            making = asyncio.create_task(create(client))
+            await eventually(lambda: making.done() or any(place.cgroup_files("tpl_*/cgroup.procs")))
+            if making.done() and isinstance(making.exception(), errors.UnsupportedError):
+                pytest.skip(f"microvm: {making.exception()}")
+            place.kill_node()
+            making.cancel()
+            await asyncio.gather(making, return_exceptions=True)
+            assert any(place.cgroup_files("tpl_*/cgroup.procs"))
+
+            place.start_process()
+            await place.ready(client)
+
+            await eventually(lambda: not any(place.cgroup_files("tpl_*")))
+            sockets = place.run / "vm"
+            await eventually(lambda: not [path for path in sockets.iterdir() if path.name != "root"])
+            async with await create(client) as sb:
+                assert (await sb.exec("echo up")).stdout == "up\n"
+
+
 def test_the_blocking_client_offers_them_too(small_store: Path) -> None:
     with private_place(small_store) as place:
         place.start_process()

@@ -28,7 +28,7 @@ from dsec.backends.fullvm.record import FullvmRecord
 from dsec.backends.vm.accelerator import Accelerator, choose_accelerator
 from dsec.backends.vm.kernel import fetch_kernel, find_kernel
 from dsec.backends.vm.monitor import Confines
-from dsec.backends.vm.place import Place, holder, launch_error
+from dsec.backends.vm.place import Place, holder, launch_error, template_name
 from dsec.backends.vm.ports import AgentPorts
 from dsec.backends.vm.qemu import Qemu, find_qemu, weaknesses
 from dsec.backends.vm.qmp import MonitorError
@@ -222,7 +222,7 @@ class FullvmBackend:
 
     async def _build_template(self, directory: Path, image: MachineImage, shape: Shape, facts: _Facts) -> None:
         """Booted as a sandbox of nobody, with its own range, cgroups and sockets, until it is up."""
-        name = f"tpl_{secrets.token_hex(8)}"
+        name = template_name()
         cgroups = self._cgroups(name, shape, float(shape.processors))
         uid = self._place.ids.take(holder(cgroups))
         record = self._record(name, uid, cgroups, shape.agent)
@@ -301,7 +301,7 @@ class FullvmBackend:
             known = self.names(records)
         except StorageError:
             return  # whose they are cannot be told
-        await asyncio.to_thread(self._place.sweep, known)
+        await self._place.sweep(known)
         await asyncio.to_thread(self._templates.sweep)
         await asyncio.to_thread(self.images.sweep)
 

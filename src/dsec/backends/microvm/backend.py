@@ -24,7 +24,7 @@ from dsec.backends.vm.disks import check_layers, has_blob, layer_binds
 from dsec.backends.vm.drivers import VmDriver
 from dsec.backends.vm.machine import Shape
 from dsec.backends.vm.monitor import Confines
-from dsec.backends.vm.place import Place, holder, launch_error
+from dsec.backends.vm.place import Place, holder, launch_error, template_name
 from dsec.backends.vm.templates import Template, Templates, template_key
 from dsec.core.errors import (
     DsecError,
@@ -190,7 +190,7 @@ class MicrovmBackend:
 
     async def _build_template(self, directory: Path, shape: Shape, layers: list[Any], facts: _Facts) -> None:
         """Booted as a sandbox of nobody, with its own range, cgroups and sockets, until its agent answers."""
-        name = f"tpl_{secrets.token_hex(8)}"
+        name = template_name()
         cgroups = self._cgroups(name, shape, None)
         uid = self._place.ids.take(holder(cgroups))
         record = self._record(name, uid, cgroups, facts.driver)
@@ -265,7 +265,7 @@ class MicrovmBackend:
             known = self.names(records)
         except StorageError:
             return  # whose they are cannot be told
-        await asyncio.to_thread(self._place.sweep, known)
+        await self._place.sweep(known)
         await asyncio.to_thread(self._templates.sweep)
 
     async def close(self) -> None:

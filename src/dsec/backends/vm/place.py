@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Coroutine
 from pathlib import Path
@@ -22,6 +23,8 @@ from dsec.density.cgroups import CgroupPlan, detect, memory_for_all, plan_cgroup
 from dsec.security.idranges import IdRanges
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_TEMPLATE: Final = "tpl_"  # of what runs while a template is made; nobody's sandbox, so in no journal
+_OWN: Final = f"{_TEMPLATE}{secrets.token_hex(6)}_"  # of this process
 _ROOT: Final = "root"  # where every jail mounts its own
 _MONITOR_PIDS: Final = 64  # threads of a monitor beside its processors
 _KEPT_FOR_HOST: Final = 1024 * MIB
@@ -157,12 +160,21 @@ class Place:
         if process is not None:
             await process.end()
 
-    def sweep(self, known: frozenset[str]) -> None:
-        """What is called otherwise goes. Blocking."""
+    async def sweep(self, known: frozenset[str]) -> None:
+        """What is called otherwise goes, and what earlier processes have left of templates that they were making."""
+        await remove_cgroups(await asyncio.to_thread(self._left_templates))
+        await asyncio.to_thread(self._sweep, known)
+
+    def _left_templates(self) -> list[str]:
+        roots = {*([self.host.v2] if self.host.v2 else []), *self.host.v1.values()}
+        found = (path for root in roots for path in (root / self._parent).glob(f"{_TEMPLATE}*"))
+        return [str(path) for path in found if path.is_dir() and not path.name.startswith(_OWN)]
+
+    def _sweep(self, known: frozenset[str]) -> None:
         for place in (self._config.sandboxes_dir, self._config.machines_dir):
             if place.is_dir():
                 for directory in place.iterdir():
-                    if directory.name not in known and directory.name != _ROOT:
+                    if directory.name not in known and directory.name != _ROOT and not directory.name.startswith(_OWN):
                         shutil.rmtree(directory, ignore_errors=True)
 
     def clean_later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -206,3 +218,8 @@ def _files_of(cgroups: CgroupPlan) -> dict[str, dict[str, str]]:
 def _remove_tree(directory: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(directory)
+
+
+def template_name() -> str:
+    """As of a sandbox, for a machine that is to become a template: the next process of the node ends what is left of it."""
+    return f"{_OWN}{secrets.token_hex(6)}"
