@@ -221,5 +221,5 @@ def _remove_tree(directory: Path) -> None:
 
 
 def template_name() -> str:
-    """As of a sandbox, for a machine that is to become a template: the next process of the node ends what is left of it."""
+    """Of a machine that is to become a template. The next process of the node ends what is left of it."""
     return f"{_OWN}{secrets.token_hex(6)}"
