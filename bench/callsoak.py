@@ -39,6 +39,8 @@ def main(arguments: list[str]) -> None:
     settings = (
         f"[calls]\nplaces_max = {_PLACES}\n[calls.pools.kept]\nplaces_min = {_PLACES}\n"
         f'environment = "{options.environment}"\ntype = "python"\n'
+        # Places are given up and made anew in each tenth, also in the first, so that what that costs is there before.
+        f"calls_max = {max(50, options.count // 160)}\n"
     )
     with private_service(options.state, settings) as service:
         found, rate = soak(service, options.environment, options.count)

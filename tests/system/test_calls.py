@@ -553,8 +553,10 @@ async def test_a_place_that_breaks_down_under_a_call_is_told_as_that(small_store
         place.settings["calls"] = {"places_max": 1}
         async with served(place) as (_, client):
             assert (await python(client, "print(1)")).ok
-            task = asyncio.create_task(python(client, "import time; time.sleep(600)", run_timeout_s=600))
-            await pool_is(client, lambda pool: pool.busy > 0)
+            code = "open('begun', 'w').close(); import time; time.sleep(600)"
+            task = asyncio.create_task(python(client, code, run_timeout_s=600))
+            # Before its code has begun another place would be given the call.
+            await eventually(lambda: any(Path(f"/proc/{pid}/cwd/begun").exists() for pid in processes_of(place)))
             for pid in processes_of(place):
                 if PARTS[part](command_line(pid)):
                     os.kill(pid, signal.SIGKILL)
