@@ -148,6 +148,8 @@ def test_an_environment_is_called_as_its_image_is(image: str, name: str) -> None
         (("env", "build", "x", "--oci", "a", "--target", "b"), b"--target goes with --dockerfile"),
         (("env", "build", "x", "--debian", "--reference", "b"), b"--reference goes with --oci and --docker-archive"),
         (("env", "build", "x", "--dockerfile", ".", "--build-arg", "A"), b"--build-arg is NAME=VALUE"),
+        (("image", "pull", "A/b:c:d"), b"is not the name of an image"),
+        (("image", "push", "base", "example.org/a:1", "--compression", "lzma"), b"no compression 'lzma'"),
     ],
 )
 def test_wrong_usage_is_told(service: RunningService, arguments: tuple[str, ...], said: bytes) -> None:
@@ -160,8 +162,6 @@ def test_wrong_usage_is_told(service: RunningService, arguments: tuple[str, ...]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("image", "pull", "A/b:c:d"), b"is not the name of an image"),
-        (("image", "push", "base", "example.org/a:1", "--compression", "lzma"), b"no compression 'lzma'"),
         (("image", "push", "base", "example.org/a:1"), b"fake substrate"),
         (("image", "pull", "example.org/a:1"), b"fake substrate"),
         (("image", "export", "base", "--oci", "a"), b"fake substrate"),

@@ -225,8 +225,11 @@ async def test_creates_that_are_given_up_leave_nothing(machines: tuple[Place, Lo
             task = asyncio.create_task(create(client))
             await asyncio.sleep(wait_s)
             task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+            (made,) = await asyncio.gather(task, return_exceptions=True)
+            if isinstance(made, AsyncSandbox):  # it was faster
+                await made.destroy()
+            else:
+                assert isinstance(made, asyncio.CancelledError)
 
 
 @in_module

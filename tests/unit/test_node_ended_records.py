@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -295,6 +296,7 @@ async def test_a_failure_on_the_way_keeps_no_sandbox_from_ending(tmp_path: Path)
             assert names(client.node.config.records_dir) == set()
             assert (sandbox in client.node.ended) is (faults.hit is None)
             assert (sandbox in names(client.node.config.ended_dir)) is (faults.hit is None)
+            assert not [target for target in descriptors() if f"{sandbox}/execs.log (deleted)" in target]
 
 
 async def test_a_damaged_record_is_an_error_of_that_command_alone(client: NodeClient) -> None:
@@ -321,3 +323,12 @@ async def test_half_removed_ones_are_collected(client: NodeClient) -> None:
 
     assert [item.name for item in report.items] == ["ended/.removed-sbx"]
     assert names(client.node.config.ended_dir) == {kept}
+
+
+def descriptors() -> list[str]:
+    """What this process has open."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one that is read by
+            found.append(str(path.readlink()))
+    return found

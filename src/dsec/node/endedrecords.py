@@ -91,6 +91,7 @@ class EndedRecords:
             kept = _measure(path, ended_at)
         except OSError as error:
             log.warning("the records of an ended sandbox are not kept", sandbox=table.sandbox, error=str(error))
+            table.close()
             _remove(table.directory)
             return
         if kept.bytes > self._bytes_max:
