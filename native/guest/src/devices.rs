@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::Duration;
 
-use crate::error::{Doing, Error, Result};
+use dsec_sys::failure::{Doing, Error, Result};
 
 /// Devices show a moment after their driver is there.
 const TRIES: u32 = 200;

@@ -2,7 +2,6 @@
 //! container, and becomes the agent (docs/internals/vm.md).
 
 mod devices;
-mod error;
 mod plan;
 mod root;
 
@@ -17,7 +16,7 @@ use dsec_sys::machine;
 use dsec_sys::sealed::{arrange, run_file, sealed_file};
 use dsec_sys::seqpacket::loopback_up;
 
-use error::{Doing, Error, Result};
+use dsec_sys::failure::{Doing, Error, Result};
 use plan::Plan;
 
 /// Of the initramfs, written by the node.

@@ -13,7 +13,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::error::{Doing, Error, Result};
+use dsec_sys::failure::{Doing, Error, Result};
 
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Plan {

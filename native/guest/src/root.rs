@@ -10,8 +10,8 @@ use dsec_sys::machine::{self, NO_ACCESS_TIMES, NO_DEVICES, NO_EXEC, NO_SUID, REA
 use dsec_sys::mounts::bind;
 
 use crate::devices;
-use crate::error::{Doing, Error, Result};
 use crate::plan::{Layer, Plan};
+use dsec_sys::failure::{Doing, Error, Result};
 
 const LAYERS: &str = "/layers";
 const DISK: &str = "/disk";

@@ -3,7 +3,6 @@
 //! A monitor is the wall between a guest and the host, and it is large: what a guest that has broken through it finds is a user id of
 //! its own without a right, a network namespace with nothing in it, a handful of files, and the limits of its sandbox.
 
-mod error;
 mod place;
 mod plan;
 
@@ -22,7 +21,7 @@ use dsec_sys::namespaces::{new_session, unshare, NEW_IPC, NEW_MOUNT, NEW_NET, NE
 use dsec_sys::process::set_umask;
 use dsec_sys::sealed::{arrange, run_file};
 
-use error::{Doing, Error, Result};
+use dsec_sys::failure::{Doing, Error, Result};
 use plan::Plan;
 
 const PLAN_BYTES_MAX: u64 = 1 << 20;

@@ -11,8 +11,8 @@ use dsec_sys::mounts::{
     attach_at, attr, clone_tree, pivot_here, set_attributes, set_propagation, Propagation,
 };
 
-use crate::error::{Doing, Error, Result};
 use crate::plan::{Bind, Plan};
+use dsec_sys::failure::{Doing, Error, Result};
 
 /// Directories, empty files and links only.
 const ROOT_OPTIONS: &str = "mode=755,size=1m,nr_inodes=1024";

@@ -5,7 +5,6 @@
 //! are missing. This process lives as long as the monitor does. It serves memory to a guest that may be hostile, so it needs no right,
 //! and runs in a jail like the monitor's.
 
-mod error;
 mod memory;
 mod regions;
 
@@ -20,7 +19,7 @@ use dsec_sys::passing::receive_with;
 use dsec_sys::seqpacket::{wait_ready, Interest};
 use dsec_sys::userfault::{peer_process, Faults};
 
-use error::{Doing, Error, Result};
+use dsec_sys::failure::{Doing, Error, Result};
 use memory::Memory;
 
 const MESSAGE_BYTES_MAX: usize = 64 << 10;

@@ -6,8 +6,8 @@ use std::os::unix::fs::FileExt;
 
 use dsec_sys::userfault::{Event, Faults, Filled, PAGE_BYTES};
 
-use crate::error::{Doing, Error, Result};
 use crate::regions::Region;
+use dsec_sys::failure::{Doing, Error, Result};
 
 /// Given at once: who touches one page is about to touch its neighbours. More would be memory that nobody has asked for.
 const CHUNK_PAGES: usize = 4;

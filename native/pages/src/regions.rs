@@ -3,7 +3,7 @@
 
 use dsec_sys::userfault::PAGE_BYTES;
 
-use crate::error::{Error, Result};
+use dsec_sys::failure::{Error, Result};
 
 const REGIONS_MAX: usize = 64;
 

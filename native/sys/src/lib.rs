@@ -2,6 +2,7 @@
 pub mod clock;
 pub mod epoll;
 pub mod errno;
+pub mod failure;
 pub mod fanotify;
 pub mod fuse;
 pub mod identity;

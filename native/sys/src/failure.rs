@@ -1,4 +1,4 @@
-//! What went wrong, in one line for the console.
+//! What went wrong, in one line for a person: of small programs that can only say it and end.
 
 use std::fmt;
 use std::io;
