@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator
@@ -19,11 +20,11 @@ import pytest
 from dsec.backends.microvm import monitors
 from dsec.backends.microvm.backend import MicrovmBackend
 from dsec.backends.microvm.config import MicrovmConfig
-from dsec.backends.vm import accelerator
+from dsec.backends.vm import accelerator, firecracker_driver
 from dsec.backends.vm.accelerator import why_no_firecracker
 from dsec.backends.vm.firecracker import Firecracker, find_firecracker
 from dsec.backends.vm.firecracker_api import FaultError
-from dsec.backends.vm.firecracker_driver import FirecrackerDriver, FirecrackerMachine, drives_of
+from dsec.backends.vm.firecracker_driver import FirecrackerDriver, FirecrackerMachine, drives_of, watch_memory
 from dsec.backends.vm.kernel import MODULES, PACKAGE, GuestKernel
 from dsec.backends.vm.machine import Shape
 from dsec.backends.vm.monitor import Confines, MonitorProcess
@@ -255,12 +256,20 @@ async def test_a_clone_of_damaged_state_ends_with_the_monitor_s_words(
     assert programs_of(UID) == []
 
 
-def programs_of(uid: int) -> list[str]:
+def pids_of(uid: int) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if path.stat().st_uid == uid:
-                found.append((path / "comm").read_text())
+                found.append(int(path.name))
+    return found
+
+
+def programs_of(uid: int) -> list[str]:
+    found = []
+    for pid in pids_of(uid):
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{pid}/comm").read_text())
     return found
 
 
@@ -271,6 +280,41 @@ async def test_what_serves_memory_ends_with_its_monitor(driver: FirecrackerDrive
         assert sorted(programs_of(UID)) == ["dsec-pages\n", "firecracker\n"]
 
     await eventually(lambda: programs_of(UID) == [])
+
+
+async def test_a_guest_whose_memory_nobody_serves_any_more_is_ended(driver: FirecrackerDriver, site: Site) -> None:
+    await site.make_template(driver)
+
+    async with site.clone(served_as(driver, True)) as (process, _, _):
+        (pages,) = [pid for pid in pids_of(UID) if pid != process.pid]
+        os.kill(pages, signal.SIGKILL)
+        await asyncio.wait_for(process.ended, 60)
+
+
+@pytest.mark.parametrize("when", ["later", "before"])
+async def test_the_next_process_of_a_node_ends_such_a_guest_too(
+    driver: FirecrackerDriver, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    await site.make_template(driver)
+    cgroup = tmp_path / "cgroup"
+    cgroup.mkdir()
+    # The first process of the node has gone: nobody watches what serves the memory.
+    monkeypatch.setattr(firecracker_driver, "_end_together", lambda *_: None)
+
+    async with site.clone(served_as(driver, True)) as (process, _, confines):
+        monkeypatch.undo()
+        (pages,) = [pid for pid in pids_of(UID) if pid != process.pid]
+        left = [pid for pid in (process.pid, pages) if when == "later" or pid != pages]
+        (cgroup / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in left))
+        adopted = MonitorProcess.adopt(process.pid, process.start_ticks)
+        assert adopted is not None
+
+        watch_memory(adopted, confines.sockets, [str(cgroup)])
+
+        if when == "later":
+            assert not adopted.ended.done()
+            os.kill(pages, signal.SIGKILL)
+        await asyncio.wait_for(adopted.ended, 60)
 
 
 async def test_an_agent_that_does_not_answer_is_told_in_time(driver: FirecrackerDriver, site: Site) -> None:

@@ -147,6 +147,25 @@ async def test_a_create_that_is_not_ready_in_time_fails_and_leaves_nothing(tmp_p
         assert client.node.journal.key("/test", "k") is None
 
 
+async def test_who_destroys_a_sandbox_that_is_being_made_does_not_wait_for_that(tmp_path: Path) -> None:
+    slow = True
+    host = FakeHost(delay_s=lambda step: 600.0 if slow and step == "connect" else 0.0)
+    async with fake_node(tmp_path, host=host) as client:
+        making = asyncio.create_task(create(client, key="k"))
+        await eventually(lambda: host.leftovers() != [])
+        (sandbox,) = client.node.registry
+
+        await asyncio.wait_for(destroy(client, sandbox.id), 30)
+
+        with pytest.raises(LaunchError, match="destroyed while it was made"):
+            await making
+        assert host.leftovers() == []
+        assert client.node.journal.sandboxes() == []
+        slow = False
+        again = await create(client, key="k")
+        await destroy(client, again.id)
+
+
 async def test_a_caller_without_a_key_that_goes_away_leaves_nothing(tmp_path: Path) -> None:
     host = FakeHost(delay_s=lambda step: 0.05)
     async with fake_node(tmp_path, host=host) as client:

@@ -80,6 +80,7 @@ class Creation:
         self._boot_id = boot_id
         self._once: Once[Sandbox] = Once(services.tasks, "create")
         self._turn = asyncio.Semaphore(services.config.creates_at_once_max)
+        self._limits: dict[str, asyncio.Timeout] = {}  # of sandboxes that are being made
 
     async def create(self, request: CreateRequest, caller: Caller, key: str | None) -> Sandbox:
         """A running sandbox. Raises CapacityError, EnvironmentNotFoundError, ConflictError (name), IdempotencyError,
@@ -126,6 +127,13 @@ class Creation:
             return live.view()
         buried = self._services.journal.tombstone(row.sandbox)
         return None if buried is None else buried.sandbox
+
+    def give_up(self, id: str) -> None:
+        """Whoever destroys a sandbox that is being made, which may take minutes, need not wait for that: its create
+        fails, as soon as nothing is left of it."""
+        limit = self._limits.pop(id, None)
+        if limit is not None and not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time())
 
     # -- without one -------------------------------------------------------------------------------
 
@@ -310,7 +318,8 @@ class Creation:
             return (self._services.clock.monotonic_s() - started) * 1000
 
         try:
-            async with asyncio.timeout(left_s()):
+            async with asyncio.timeout(left_s()) as limit:
+                self._limits[sandbox.id] = limit
                 async with self._turn:
                     with self._alone():
                         step = "environment"
@@ -344,12 +353,18 @@ class Creation:
                 step = "journal"
                 await sandbox.created(create_ms())
         except BaseException as error:
+            given_up = self._limits.pop(sandbox.id, None) is None
             # Release survives cancellation: it is a task of the node, and waited for.
             removal = self._services.tasks.spawn(sandbox.abandon(f"{step}: {error}"), awaited=True, finishes=True)
             clean = await _finished(removal)
             if isinstance(error, asyncio.CancelledError):
                 raise
+            if given_up and clean:
+                raise LaunchError(
+                    "the sandbox was destroyed while it was made", step=step, sandbox=sandbox.id, outcome=Outcome.GONE
+                ) from error
             raise _launch_error(sandbox.id, step, error, clean=clean) from error
+        self._limits.pop(sandbox.id, None)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -217,6 +217,7 @@ class Service:
             sandbox = self._sandbox(request.id, caller)
         except GoneError:
             return self._view(request.id, caller)
+        self._node.creation.give_up(request.id)
         return await sandbox.destroy(EndCause.DESTROYED)
 
     async def _set_ttl(self, request: wire.SetTtl, caller: Caller, _: str | None) -> records.Sandbox:

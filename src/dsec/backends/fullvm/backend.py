@@ -157,8 +157,20 @@ class FullvmBackend:
         record: FullvmRecord,
         cgroups: CgroupPlan,
     ) -> FullvmInstance:
+        async with self._templates.held(lambda: self._template(image, shape, facts)) as template:
+            return await self._clone(instance, image, shape, facts, record, cgroups, template)
+
+    async def _clone(
+        self,
+        instance: InstanceSpec,
+        image: MachineImage,
+        shape: Shape,
+        facts: _Facts,
+        record: FullvmRecord,
+        cgroups: CgroupPlan,
+        template: Template,
+    ) -> FullvmInstance:
         driver, directory = facts.driver, Path(record.directory)
-        template = await self._template(image, shape, facts)
         await asyncio.to_thread(self._place.lay_out, record, cgroups)
         await asyncio.to_thread(driver.prepare_clone, directory, template, shape, record.uid)
         confines = self._confines(record, driver)

@@ -22,6 +22,7 @@ from dsec.backends.microvm.monitors import choose_monitor, control_of
 from dsec.backends.microvm.record import MicrovmRecord, parse_record
 from dsec.backends.vm.disks import check_layers, has_blob, layer_binds
 from dsec.backends.vm.drivers import VmDriver
+from dsec.backends.vm.firecracker_driver import watch_memory
 from dsec.backends.vm.machine import Shape
 from dsec.backends.vm.monitor import Confines
 from dsec.backends.vm.place import Place, holder, launch_error, template_name
@@ -128,9 +129,21 @@ class MicrovmBackend:
     async def _make(
         self, instance: InstanceSpec, shape: Shape, facts: _Facts, record: MicrovmRecord, cgroups: CgroupPlan
     ) -> MicrovmInstance:
-        driver = facts.driver
         layers = await asyncio.to_thread(layer_binds, instance.layers, self._config.images_dir)
-        template = await self._template(shape, layers, facts)
+        async with self._templates.held(lambda: self._template(shape, layers, facts)) as template:
+            return await self._clone(instance, shape, facts, record, cgroups, template, layers)
+
+    async def _clone(
+        self,
+        instance: InstanceSpec,
+        shape: Shape,
+        facts: _Facts,
+        record: MicrovmRecord,
+        cgroups: CgroupPlan,
+        template: Template,
+        layers: list[Any],
+    ) -> MicrovmInstance:
+        driver = facts.driver
         await asyncio.to_thread(self._lay_out, record, shape, cgroups, template, driver)
         confines = self._confines(record, driver)
         process = driver.spawn(template, Path(record.directory), shape, confines, layers)
@@ -228,6 +241,7 @@ class MicrovmBackend:
         await self._open()
         known = parse_record(record)
         process = self._place.adopt(known)
+        watch_memory(process, Path(known.sockets), known.cgroups)
         control = control_of(known.monitor, Path(known.sockets), owner=known.uid)
         instance = MicrovmInstance(self, known, process, control, page_out=self._config.page_out)
         self.instances[known.sandbox] = instance

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import string
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from dsec.backends.vm.firecracker import Firecracker
 from dsec.backends.vm.firecracker_api import FirecrackerApi
 from dsec.backends.vm.initramfs import plan_text, with_plan
 from dsec.backends.vm.machine import Shape
-from dsec.backends.vm.monitor import Confines, MonitorProcess, jail_plan
+from dsec.backends.vm.monitor import Confines, MonitorProcess, jail_plan, start_ticks
 from dsec.backends.vm.qmp import MonitorError
 from dsec.backends.vm.templates import CONSOLE, DISK, RAM, STATE, Template
 from dsec.backends.vm.vsock import AgentVsock
@@ -224,6 +224,8 @@ class FirecrackerDriver:
                 raise LaunchError(said_by(f"a clone did not start: {message}", process), step="clone") from error
             raise
         process.hush()
+        if pages is not None:
+            _end_together(process, pages)
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -247,6 +249,23 @@ class FirecrackerDriver:
                     await asyncio.sleep(_POLL_S)
                 else:
                     return
+
+
+def watch_memory(process: MonitorProcess, sockets: Path, cgroups: Sequence[str]) -> None:
+    """Of a machine that an earlier process of the node has made: as `go_on` does."""
+    if not (sockets / _SERVED).exists():
+        return
+    for directory in cgroups[:1]:
+        for pid in map(int, Path(directory, "cgroup.procs").read_text().split()):
+            if pid != process.pid and (pages := MonitorProcess.adopt(pid, start_ticks(pid) or 0)) is not None:
+                _end_together(process, pages)
+                return
+    process.kill()
+
+
+def _end_together(process: MonitorProcess, pages: MonitorProcess) -> None:
+    """A guest whose memory nobody serves stands still for ever; ended, it is a failed sandbox."""
+    pages.ended.add_done_callback(lambda _: process.kill())
 
 
 async def _serve_pages(template: Template, confines: Confines) -> MonitorProcess:

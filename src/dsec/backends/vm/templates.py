@@ -1,8 +1,9 @@
 """Machines that were started once, stopped before anybody used them, and are cloned ever since.
 
 A template is a directory that never changes: `ram.img` (the memory, which clones map privately), `state.mig` (of the
-devices), `disk.raw` (what clones' disks begin as) and `manifest.json`. Running clones hold its files open, so it may be
-removed at any time: the next create makes another.
+devices), `disk.raw` (what clones' disks begin as) and `manifest.json`. Running clones hold its files open, and those
+that are being started hold the directory (a shared lock): it may be dropped at any time, is found by nobody from then
+on, and goes with the last of these. The next create makes another.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -36,6 +38,10 @@ CONSOLE: Final = "console.log"
 _MANIFEST: Final = "manifest.json"
 _TRIES: Final = 2  # a kernel that boots on a busy host sometimes does not
 _UNFINISHED: Final = "new-"
+_BEGUN_S: Final = 5.0
+_HOLDS: Final = 500  # tries to hold one that comes and goes
+_POLL_S: Final = 0.02
+_LET_GO_S: Final = 60.0  # until those that are being started from a dropped one have been
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -77,10 +83,27 @@ class Templates:
             await self._make(key, made_of, build)
         return Template(key, self._directory / key)
 
+    @asynccontextmanager
+    async def held(self, find: Callable[[], Awaitable[Template]]) -> AsyncIterator[Template]:
+        """The template that `find` gets: its files stay while the block runs, whoever drops it meanwhile."""
+        for _ in range(_HOLDS):
+            template = await find()
+            fd = _hold(template.directory)
+            if fd is not None:
+                try:
+                    yield template
+                finally:
+                    _let_go(fd, template.directory)
+                return
+            await asyncio.sleep(_POLL_S)
+        raise LaunchError("its template comes and goes", step="template")
+
     def drop(self, key: str) -> None:
-        """It does not work: the next `get` makes another."""
+        """It does not work: the next `get` makes another. Clones that are being started from it are not disturbed."""
         self._checked.discard(key)
-        shutil.rmtree(self._directory / key, ignore_errors=True)
+        directory = self._directory / key
+        (directory / _MANIFEST).unlink(missing_ok=True)
+        _remove_unheld(directory)
 
     def keys(self) -> list[str]:
         """Last used first."""
@@ -91,10 +114,10 @@ class Templates:
 
     def sweep(self) -> None:
         """Removes what was never finished, and the templates that were not used for longest."""
-        for path in list(self._directory.glob(f"{_UNFINISHED}*")):
-            with _held(path) as alone:
-                if alone:
-                    shutil.rmtree(path, ignore_errors=True)
+        for path in list(self._directory.iterdir()) if self._directory.is_dir() else []:
+            # One that has just begun is not held yet.
+            if not (path / _MANIFEST).exists() and time.time() - path.stat().st_mtime > _BEGUN_S:
+                _remove_unheld(path)
         for key in self.keys()[self._kept_max :]:
             self.drop(key)
 
@@ -114,6 +137,7 @@ class Templates:
             try:
                 with _held(work):
                     await build(work)
+                    await self._until_let_go(self._directory / key)
                     await asyncio.to_thread(self._finish, work, key, made_of)
                 return
             except LaunchError as error:
@@ -122,6 +146,15 @@ class Templates:
                 log.warning("a template could not be made and is tried again", key=key, error=error.message)
             finally:
                 await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
+
+    async def _until_let_go(self, target: Path) -> None:
+        """One of this name that was dropped is gone when this returns."""
+        until = asyncio.get_running_loop().time() + _LET_GO_S
+        while target.exists() and not (target / _MANIFEST).exists():
+            if not await asyncio.to_thread(_remove_unheld, target):
+                if asyncio.get_running_loop().time() > until:
+                    raise LaunchError("clones of the template of before do not come up", step="template")
+                await asyncio.sleep(_POLL_S)
 
     def _finish(self, work: Path, key: str, made_of: dict[str, str]) -> None:
         fault_point("vm.template.finish")
@@ -182,6 +215,38 @@ def template_key(made_of: dict[str, str]) -> str:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _hold(directory: Path) -> int | None:
+    """None: it was dropped, or somebody is just making it."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.stat(_MANIFEST, dir_fd=fd)
+    except OSError:
+        os.close(fd)
+        return None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _let_go(fd: int, directory: Path) -> None:
+    os.close(fd)
+    if not (directory / _MANIFEST).exists():
+        _remove_unheld(directory)
+
+
+def _remove_unheld(directory: Path) -> bool:
+    """Whether it is gone; not while somebody makes it, or starts clones from it."""
+    with _held(directory) as alone:
+        if alone and not (directory / _MANIFEST).exists():
+            shutil.rmtree(directory, ignore_errors=True)
+    return not directory.exists()
 
 
 @contextmanager
