@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import secrets
 import time
 from collections.abc import Collection
@@ -15,33 +14,26 @@ from typing import Any, Final
 import msgspec
 
 from dsec.agent.client import AgentClient
-from dsec.backends.base import Capabilities, Instance, InstanceSpec, Intend, Keeps, Probe, Weakness
+from dsec.backends.base import Capabilities, Instance, InstanceSpec, Keeps, Probe, Weakness
 from dsec.backends.microvm.config import MicrovmConfig
 from dsec.backends.microvm.instance import MicrovmInstance
 from dsec.backends.microvm.monitors import choose_monitor, control_of
-from dsec.backends.microvm.record import MicrovmRecord, parse_record
+from dsec.backends.microvm.record import MicrovmRecord
+from dsec.backends.vm.backend import MachineBackend
 from dsec.backends.vm.disks import check_layers, has_blob, layer_binds
 from dsec.backends.vm.drivers import VmDriver
 from dsec.backends.vm.firecracker_driver import watch_memory
 from dsec.backends.vm.machine import Shape
-from dsec.backends.vm.monitor import Confines
-from dsec.backends.vm.place import Place, holder, launch_error, template_name
+from dsec.backends.vm.monitor import Confines, MonitorProcess
 from dsec.backends.vm.templates import Template, Templates, template_key
-from dsec.core.errors import (
-    DsecError,
-    InvalidArgumentError,
-    LaunchError,
-    StorageError,
-    UnsupportedError,
-)
-from dsec.core.ids import NodeId, SandboxId
+from dsec.core.errors import DsecError, InvalidArgumentError, LaunchError, UnsupportedError
+from dsec.core.ids import NodeId
 from dsec.core.limits import MIB
-from dsec.core.spec import NetworkMode, SandboxSpec, Substrate
-from dsec.density.cgroups import (
-    CgroupPlan,
-)
+from dsec.core.spec import NetworkMode, Substrate
+from dsec.density.cgroups import CgroupPlan
 from dsec.wire.agent import ClaimArgs
 from dsec.wire.codec import pack
+from dsec.wire.jail import JailBind
 
 _MEMORY_BYTES_MIN: Final = 96 * MIB  # a kernel, an agent, and something to run
 _PROCESSORS_MAX: Final = 64
@@ -57,17 +49,19 @@ class _Facts:
     weak: dict[str, Weakness]
 
 
-class MicrovmBackend:
-    """One per node. Instances run on when it is closed."""
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    shape: Shape
+    facts: _Facts
+
+
+class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wanted]):
+    NEEDS_ROOT = "microvms need root on the node"
+    record_type = MicrovmRecord
 
     def __init__(self, config: MicrovmConfig, *, node: NodeId) -> None:
         self._config = config
-        self._place = Place(config, node)
-        self._templates = Templates(config.templates_dir, kept_max=config.templates_max)
-        self._facts: _Facts | None = None
-        self._opening = asyncio.Lock()
-        self._probe: Probe | None = None
-        self.instances: dict[str, MicrovmInstance] = {}  # by sandbox
+        super().__init__(config, node=node, templates=Templates(config.templates_dir, kept_max=config.templates_max))
 
     @property
     def capabilities(self) -> Capabilities:
@@ -88,62 +82,37 @@ class MicrovmBackend:
             resource_view="live",
         )
 
-    async def probe(self) -> Probe:
-        if self._probe is None:
-            self._probe = await self._try()
-        return self._probe
+    async def _prepare(self) -> _Facts:
+        chosen = await choose_monitor(self._config)
+        await asyncio.to_thread(self._place.open)
+        self._config.images_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _Facts(chosen.driver, chosen.identity, chosen.shown, chosen.weak)
 
-    async def _try(self) -> Probe:
-        if os.geteuid() != 0:
-            return Probe(False, "microvms need root on the node", "start `dsec up` as root")
-        try:
-            facts = await self._open()
-        except DsecError as error:
-            return Probe(False, error.message, error.hint)
+    def _shown(self, facts: _Facts) -> Probe:
         return Probe(True, facts=facts.shown, weak=facts.weak)
 
     # ---- create ----------------------------------------------------------------------------------
 
-    async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> MicrovmInstance:
-        shape = shape_of(instance, self._config)
-        facts = await self._open()
-        cgroups = self._cgroups(instance.id, shape, instance.spec)
-        uid = self._place.ids.take(holder(cgroups))
-        record = self._record(instance.id, uid, cgroups, facts.driver)
-        try:
-            await intend(record.to_bytes())
-        except BaseException:
-            self._place.ids.give_back(uid)
-            raise
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await self._make(instance, shape, facts, record, cgroups)
-        except asyncio.CancelledError:
-            self._place.clean_later(self.remove(record))
-            raise
-        except Exception as error:
-            # Its caller may be cancelled now, too.
-            await asyncio.shield(self._place.clean_later(self.remove(record)))
-            raise launch_error(instance.id, error) from error
+    async def _wanted(self, instance: InstanceSpec) -> _Wanted:
+        return _Wanted(shape_of(instance, self._config), await self._open())
 
     async def _make(
-        self, instance: InstanceSpec, shape: Shape, facts: _Facts, record: MicrovmRecord, cgroups: CgroupPlan
+        self, instance: InstanceSpec, wanted: _Wanted, record: MicrovmRecord, cgroups: CgroupPlan
     ) -> MicrovmInstance:
         layers = await asyncio.to_thread(layer_binds, instance.layers, self._config.images_dir)
-        async with self._templates.held(lambda: self._template(shape, layers, facts)) as template:
-            return await self._clone(instance, shape, facts, record, cgroups, template, layers)
+        async with self._templates.held(lambda: self._template(wanted, layers)) as template:
+            return await self._clone(instance, wanted, record, cgroups, template, layers)
 
     async def _clone(
         self,
         instance: InstanceSpec,
-        shape: Shape,
-        facts: _Facts,
+        wanted: _Wanted,
         record: MicrovmRecord,
         cgroups: CgroupPlan,
         template: Template,
-        layers: list[Any],
+        layers: list[JailBind],
     ) -> MicrovmInstance:
-        driver = facts.driver
+        driver, shape = wanted.facts.driver, wanted.shape
         await asyncio.to_thread(self._lay_out, record, shape, cgroups, template, driver)
         confines = self._confines(record, driver)
         process = driver.spawn(template, Path(record.directory), shape, confines, layers)
@@ -152,19 +121,9 @@ class MicrovmBackend:
         )
         found = driver.control(confines.sockets, owner=record.uid)
         made = MicrovmInstance(self, record, process, found, page_out=self._config.page_out)
-        self.instances[record.sandbox] = made
-        try:
-            try:
-                await driver.go_on(found, process, template, confines)
-                await self._awaken(made, instance)
-            except LaunchError:
-                self._templates.drop(template.key)  # it may be the template's fault: the next one makes another
-                raise
-        except BaseException:
-            await asyncio.shield(process.end())
-            made.abandon()
-            self.instances.pop(record.sandbox, None)
-            raise
+        async with self._starting(made, process, template=template.key):
+            await driver.go_on(found, process, template, confines)
+            await self._awaken(made, instance)
         return made
 
     async def _awaken(self, made: MicrovmInstance, instance: InstanceSpec) -> None:
@@ -190,37 +149,43 @@ class MicrovmBackend:
     def _confines(self, record: MicrovmRecord, driver: VmDriver[Any]) -> Confines:
         return self._place.confines(record, kvm=driver.accelerator == "kvm")
 
+    def _record(self, name: str, uid: int, cgroups: CgroupPlan, wanted: _Wanted) -> MicrovmRecord:
+        return MicrovmRecord(
+            sandbox=name,
+            monitor=wanted.facts.driver.name,
+            boot_id=self._place.boot_id,
+            uid=uid,
+            sockets=str(self._place.sockets_of(name)),
+            directory=str(self._place.directory_of(name)),
+            cgroup2=cgroups.cgroup2,
+            cgroup1=cgroups.cgroup1,
+        )
+
     # ---- templates -------------------------------------------------------------------------------
 
-    async def _template(self, shape: Shape, layers: list[Any], facts: _Facts) -> Template:
-        made_of = {**facts.identity, "shape": repr(shape), "layers": " ".join(digest for digest, _ in shape.layers)}
-        key = template_key(made_of)
+    async def _template(self, wanted: _Wanted, layers: list[JailBind]) -> Template:
+        shape = wanted.shape
+        digests = " ".join(digest for digest, _ in shape.layers)
+        made_of = {**wanted.facts.identity, "shape": repr(shape), "layers": digests}
 
         async def build(directory: Path) -> None:
-            await self._build_template(directory, shape, layers, facts)
+            await self._build_template(directory, wanted, layers)
 
-        return await self._templates.get(key, made_of, build)
+        return await self._templates.get(template_key(made_of), made_of, build)
 
-    async def _build_template(self, directory: Path, shape: Shape, layers: list[Any], facts: _Facts) -> None:
-        """Booted as a sandbox of nobody, with its own range, cgroups and sockets, until its agent answers."""
-        name = template_name()
-        cgroups = self._cgroups(name, shape, None)
-        uid = self._place.ids.take(holder(cgroups))
-        record = self._record(name, uid, cgroups, facts.driver)
-        try:
-            await asyncio.to_thread(self._place.lay_out, record, cgroups)
-            confines = self._confines(record, facts.driver)
-            async with facts.driver.booting(directory, shape, confines, layers) as found:
+    async def _build_template(self, directory: Path, wanted: _Wanted, layers: list[JailBind]) -> None:
+        """Booted until its agent answers."""
+        driver = wanted.facts.driver
+        async with self._nobodys(wanted) as record:
+            async with driver.booting(directory, wanted.shape, self._confines(record, driver), layers) as found:
                 client = await AgentClient.connect(
                     lambda factory: found.connect(factory, timeout_s=self._config.boot_s),
-                    sandbox=name,
+                    sandbox=record.sandbox,
                     open_timeout_s=self._config.boot_s,
                 )
                 await client.usage()  # what it needs is in its memory then
                 client.close()
-                await facts.driver.save(found, directory)
-        finally:
-            await asyncio.shield(self._place.clean_later(self._place.remove(record)))
+                await driver.save(found, directory)
 
     # ---- spares ----------------------------------------------------------------------------------
 
@@ -235,29 +200,12 @@ class MicrovmBackend:
         spare.become(msgspec.structs.replace(spare.facts, sandbox=instance.id))
         return spare
 
-    # ---- adopt, discard, remove ------------------------------------------------------------------
+    # ---- what is there ---------------------------------------------------------------------------
 
-    async def adopt(self, id: SandboxId, record: bytes) -> MicrovmInstance:
-        await self._open()
-        known = parse_record(record)
-        process = self._place.adopt(known)
-        watch_memory(process, Path(known.sockets), known.cgroups)
-        control = control_of(known.monitor, Path(known.sockets), owner=known.uid)
-        instance = MicrovmInstance(self, known, process, control, page_out=self._config.page_out)
-        self.instances[known.sandbox] = instance
-        return instance
-
-    async def discard(self, id: SandboxId, record: bytes) -> None:
-        await self._open()
-        known = parse_record(record)
-        await self._place.end(known)
-        await self.remove(known)
-
-    async def remove(self, record: MicrovmRecord) -> None:
-        """Nothing of it is left on the host afterwards. Idempotent. Raises HostError if something resists."""
-        if (known := self.instances.pop(record.sandbox, None)) is not None:
-            known.abandon()
-        await self._place.remove(record)
+    def _adopted(self, record: MicrovmRecord, process: MonitorProcess) -> MicrovmInstance:
+        watch_memory(process, Path(record.sockets), record.cgroups)
+        control = control_of(record.monitor, Path(record.sockets), owner=record.uid)
+        return MicrovmInstance(self, record, process, control, page_out=self._config.page_out)
 
     async def keep_layers(self, digests: Collection[str]) -> None:
         """Images that were made of layers go with them, and so do the templates: running clones hold what they use."""
@@ -269,62 +217,6 @@ class MicrovmBackend:
         for image in self._config.images_dir.glob("*.erofs"):
             if image.stem not in kept:
                 image.unlink(missing_ok=True)
-
-    def names(self, records: Collection[bytes]) -> frozenset[str]:
-        known = [parse_record(record) for record in records]
-        return frozenset(Path(path).name for one in known for path in (one.directory, one.sockets))
-
-    async def sweep(self, records: Collection[bytes]) -> None:
-        try:
-            known = self.names(records)
-        except StorageError:
-            return  # whose they are cannot be told
-        await self._place.sweep(known)
-        await asyncio.to_thread(self._templates.sweep)
-
-    async def close(self) -> None:
-        for instance in list(self.instances.values()):
-            instance.abandon()
-        self.instances.clear()
-        await self._place.close()
-
-    # ---- opening ---------------------------------------------------------------------------------
-
-    async def _open(self) -> _Facts:
-        if self._facts is not None:
-            return self._facts
-        async with self._opening:
-            if self._facts is None:
-                self._facts = await self._prepare()
-        return self._facts
-
-    async def _prepare(self) -> _Facts:
-        chosen = await choose_monitor(self._config)
-        await asyncio.to_thread(self._place.open)
-        self._config.images_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _Facts(chosen.driver, chosen.identity, chosen.shown, chosen.weak)
-
-    # ---- plain data ------------------------------------------------------------------------------
-
-    def _cgroups(self, name: str, shape: Shape, spec: SandboxSpec | None) -> CgroupPlan:
-        return self._place.cgroups(
-            name,
-            processors=shape.processors,
-            memory_bytes=shape.memory_bytes,
-            cpu=spec.cpu if spec is not None else float(shape.processors),
-        )
-
-    def _record(self, name: str, uid: int, cgroups: CgroupPlan, driver: VmDriver[Any]) -> MicrovmRecord:
-        return MicrovmRecord(
-            sandbox=name,
-            monitor=driver.name,
-            boot_id=self._place.boot_id,
-            uid=uid,
-            sockets=str(self._place.sockets_of(name)),
-            directory=str(self._place.directory_of(name)),
-            cgroup2=cgroups.cgroup2,
-            cgroup1=cgroups.cgroup1,
-        )
 
 
 def shape_of(instance: InstanceSpec, config: MicrovmConfig) -> Shape:

@@ -1,0 +1,211 @@
+"""What backends of machines have in common: create, adopt, discard, sweep, close; templates that are booted once.
+
+A backend says what its machines are made of and how one of them is started; what happens to them on the host, and in
+which order things are written down and removed, is the same for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+from dsec.backends.base import Capabilities, InstanceSpec, Intend, Probe
+from dsec.backends.vm.instance import MachineInstance
+from dsec.backends.vm.monitor import MonitorProcess
+from dsec.backends.vm.place import Place, PlaceConfig, holder, launch_error, template_name
+from dsec.backends.vm.record import MachineRecord, parse_record
+from dsec.backends.vm.templates import Templates
+from dsec.core.errors import DsecError, LaunchError, StorageError
+from dsec.core.ids import NodeId, SandboxId
+from dsec.density.cgroups import CgroupPlan
+
+
+class Sized(Protocol):
+    """What a machine is made of, as far as its cgroups are concerned."""
+
+    @property
+    def processors(self) -> int: ...
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+
+class Wanted(Protocol):
+    """What a create was asked for, once it is known that it can be had."""
+
+    @property
+    def shape(self) -> Sized: ...
+
+
+R = TypeVar("R", bound=MachineRecord)
+I = TypeVar("I", bound=MachineInstance)  # type: ignore[type-arg]  # noqa: E741 - of R, which a bound cannot say
+F = TypeVar("F")
+W = TypeVar("W", bound=Wanted)
+
+
+class MachineBackend(ABC, Generic[R, I, F, W]):
+    """One per node. Instances run on when it is closed. R: its records, I: its instances, F: what it has found on this
+    host, W: what it needs to know of one that is wanted."""
+
+    NEEDS_ROOT: ClassVar[str]
+    record_type: type[R]
+
+    def __init__(self, config: PlaceConfig, *, node: NodeId, templates: Templates) -> None:
+        self._place = Place(config, node)
+        self._templates = templates
+        self._facts: F | None = None
+        self._opening = asyncio.Lock()
+        self._probe: Probe | None = None
+        self.instances: dict[str, I] = {}  # by sandbox
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities: ...
+
+    # ---- what a backend says -----------------------------------------------------------------------
+
+    @abstractmethod
+    async def _prepare(self) -> F:
+        """What it works with on this host. Raises HostError or UnsupportedError. Once."""
+
+    @abstractmethod
+    def _shown(self, facts: F) -> Probe:
+        """Of a host that can do it."""
+
+    @abstractmethod
+    async def _wanted(self, instance: InstanceSpec) -> W:
+        """Raises UnsupportedError, InvalidArgumentError, EnvironmentNotFoundError for what it cannot give."""
+
+    @abstractmethod
+    def _record(self, name: str, uid: int, cgroups: CgroupPlan, wanted: W) -> R: ...
+
+    @abstractmethod
+    async def _make(self, instance: InstanceSpec, wanted: W, record: R, cgroups: CgroupPlan) -> I:
+        """It runs, is in `instances`, and knows who it is. What it leaves when it raises is removed by the caller."""
+
+    @abstractmethod
+    def _adopted(self, record: R, process: MonitorProcess) -> I: ...
+
+    # ---- probe -------------------------------------------------------------------------------------
+
+    async def probe(self) -> Probe:
+        if self._probe is None:
+            self._probe = await self._try()
+        return self._probe
+
+    async def _try(self) -> Probe:
+        if os.geteuid() != 0:
+            return Probe(False, self.NEEDS_ROOT, "start `dsec up` as root")
+        try:
+            return self._shown(await self._open())
+        except DsecError as error:
+            return Probe(False, error.message, error.hint)
+
+    async def _open(self) -> F:
+        if self._facts is not None:
+            return self._facts
+        async with self._opening:
+            if self._facts is None:
+                self._facts = await self._prepare()
+        return self._facts
+
+    # ---- create ------------------------------------------------------------------------------------
+
+    async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> I:
+        wanted = await self._wanted(instance)
+        cgroups = self._cgroups(instance.id, wanted.shape, instance.spec.cpu)
+        uid = self._place.ids.take(holder(cgroups))
+        record = self._record(instance.id, uid, cgroups, wanted)
+        try:
+            await intend(record.to_bytes())
+        except BaseException:
+            self._place.ids.give_back(uid)
+            raise
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._make(instance, wanted, record, cgroups)
+        except asyncio.CancelledError:
+            self._place.clean_later(self.remove(record))
+            raise
+        except Exception as error:
+            # Its caller may be cancelled now, too.
+            await asyncio.shield(self._place.clean_later(self.remove(record)))
+            raise launch_error(instance.id, error) from error
+
+    @asynccontextmanager
+    async def _starting(self, made: I, process: MonitorProcess, *, template: str) -> AsyncIterator[None]:
+        """It is among the instances, and its monitor runs; or the block fails, and the template is not trusted any
+        more: it may be its fault, and the next one makes another."""
+        self.instances[made.id] = made
+        try:
+            try:
+                yield
+            except LaunchError:
+                self._templates.drop(template)
+                raise
+        except BaseException:
+            await asyncio.shield(process.end())
+            made.abandon()
+            self.instances.pop(made.id, None)
+            raise
+
+    @asynccontextmanager
+    async def _nobodys(self, wanted: W) -> AsyncIterator[R]:
+        """The place of a machine that is to become a template: as a sandbox of nobody, with its own range, cgroups and
+        sockets. Nothing of it is left after the block."""
+        name = template_name()
+        cgroups = self._cgroups(name, wanted.shape, float(wanted.shape.processors))
+        uid = self._place.ids.take(holder(cgroups))
+        record = self._record(name, uid, cgroups, wanted)
+        try:
+            await asyncio.to_thread(self._place.lay_out, record, cgroups)
+            yield record
+        finally:
+            await asyncio.shield(self._place.clean_later(self._place.remove(record)))
+
+    def _cgroups(self, name: str, shape: Sized, cpu: float) -> CgroupPlan:
+        return self._place.cgroups(name, processors=shape.processors, memory_bytes=shape.memory_bytes, cpu=cpu)
+
+    # ---- adopt, discard, remove --------------------------------------------------------------------
+
+    async def adopt(self, id: SandboxId, record: bytes) -> I:
+        await self._open()
+        known = parse_record(record, self.record_type)
+        instance = self._adopted(known, self._place.adopt(known))
+        self.instances[known.sandbox] = instance
+        return instance
+
+    async def discard(self, id: SandboxId, record: bytes) -> None:
+        await self._open()
+        known = parse_record(record, self.record_type)
+        await self._place.end(known)
+        await self.remove(known)
+
+    async def remove(self, record: R) -> None:
+        """Nothing of it is left on the host afterwards. Idempotent. Raises HostError if something resists."""
+        if (known := self.instances.pop(record.sandbox, None)) is not None:
+            known.abandon()
+        await self._place.remove(record)
+
+    def names(self, records: Collection[bytes]) -> frozenset[str]:
+        known = [parse_record(record, self.record_type) for record in records]
+        return frozenset(Path(path).name for one in known for path in (one.directory, one.sockets))
+
+    async def sweep(self, records: Collection[bytes]) -> None:
+        try:
+            known = self.names(records)
+        except StorageError:
+            return  # whose they are cannot be told
+        await self._place.sweep(known)
+        await asyncio.to_thread(self._templates.sweep)
+
+    async def close(self) -> None:
+        for instance in list(self.instances.values()):
+            instance.abandon()
+        self.instances.clear()
+        await self._place.close()
