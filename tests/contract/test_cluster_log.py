@@ -117,3 +117,15 @@ async def test_records_are_there_after_a_restart(tmp_path: Path) -> None:
     async with embedded(tmp_path / "state.db") as state:
         assert await state.log.append(EVENTS, "a", b"1", id="1") == first
         assert await state.log.append(EVENTS, "a", b"2", id="2") > first
+
+
+async def test_bounds_say_what_is_there(log: Log) -> None:
+    none = await log.bounds(EVENTS)
+    assert none[0] == none[1] + 1
+    sequences = [await log.append(EVENTS, f"a.{n % 2}", b"", id=str(n)) for n in range(4)]
+    assert await log.bounds(EVENTS) == (sequences[0], sequences[-1])
+
+    await log.purge(EVENTS, "a.0")
+    assert await log.bounds(EVENTS) == (sequences[1], sequences[-1])
+    await log.purge(EVENTS, "a")
+    assert await log.bounds(EVENTS) == (sequences[-1] + 1, sequences[-1])

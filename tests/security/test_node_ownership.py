@@ -36,6 +36,7 @@ from dsec.wire.snapshots import Fork, ForkRequest, Rollback, RollbackRequest, Sn
 # Methods that name no sandbox: nothing of another project can be reached by them, or they are for administrators.
 NO_SANDBOX = {
     Method.HOLDINGS,
+    Method.EVENTS,  # tests/unit/test_node_events.py has what other projects see
     Method.USAGE,  # tests/unit/test_node_usage.py has what other projects see
     Method.CREATE,
     Method.LIST,

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from dsec.cluster.directory import Address
-from dsec.cluster.log import LogStream
+from dsec.cluster.events import events_of
+from dsec.cluster.log import LogStream, verdict_subject
 from dsec.cluster.members.fence import FencedService
 from dsec.cluster.members.membership import Membership, Standing, Timing
 from dsec.cluster.members.nodes import Nodes, NodeState, NodeView
@@ -257,8 +258,10 @@ async def test_a_lost_node_is_unavailable_and_is_told_when_it_comes_back(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    events = await cluster.state.log.read(LogStream.EVENTS, "node-lost")
-    assert f"node-lost.{NODE}" in [event.subject for event in events]
+    told = await cluster.state.log.read(LogStream.EVENTS, verdict_subject(NODE))
+    kinds = [event.kind for record in told for event in events_of(record)]
+    assert kinds.count("node_lost") == 1
+    assert kinds.index("node_suspect") < kinds.index("node_lost")
 
 
 async def test_a_verdict_does_not_hit_a_node_that_has_joined_again(cluster: Cluster) -> None:

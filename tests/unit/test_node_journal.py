@@ -171,7 +171,7 @@ async def test_a_failed_create_frees_its_key(tmp_path: Path) -> None:
     journal = await Journal.open(tmp_path / "j.db")
     await journal.intend(row_of("a"), key_of("k", "a"))
 
-    await journal.forget("a", project="/p", key="k")
+    await journal.forget(row_of("a", key="k"))
 
     assert journal.sandboxes() == []
     assert journal.key("/p", "k") is None

@@ -228,10 +228,15 @@ class Request:
 
     async def open(self, method: Method, record: Any) -> Stream:
         """Raises CapacityError when the caller's project has too many. It ends when the token does."""
+        node = self._node(method)
+        return await self.opened(lambda: self.services.rpc.open(node, method, pack(record), caller=self.caller))
+
+    async def opened(self, opening: Callable[[], Awaitable[Stream]]) -> Stream:
+        """As `open`, of a stream from elsewhere."""
         streams, project = self.services.streams, self.caller.project
         streams.reserve(project)
         try:
-            stream = await self.services.rpc.open(self._node(method), method, pack(record), caller=self.caller)
+            stream = await opening()
         except BaseException:
             streams.free(project)
             raise

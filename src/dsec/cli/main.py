@@ -18,6 +18,7 @@ from dsec.cli import (
     completion,
     doctor,
     environments,
+    events,
     explain,
     files,
     gc,
@@ -112,6 +113,7 @@ for part in (
     projects,
     explain,
     usage,
+    events,
 ):
     part.register(app)
 cluster.register(app)

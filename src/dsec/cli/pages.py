@@ -83,6 +83,15 @@ PAGES: Final[dict[str, Page]] = {
     "principal rm": Page(
         "", (("dsec principal rm agent@/team/run-7", "and all that it has handed on"),), "removed: a list of ids"
     ),
+    "events": Page(
+        "Without -f it ends with what has happened by now. Each event has a position, with which another reading goes "
+        "on; an event `gap` stands for what is not kept any more (three days, and less where much happens).",
+        (
+            ("dsec events -f --label run=7", "as it happens"),
+            ("dsec events --kind failed --json", "which failed, for programs"),
+        ),
+        "one Event record a line",
+    ),
     "audit": Page(
         "Changes and refused ones, with who asked; not what runs inside sandboxes (`dsec logs`). Kept for ninety days, "
         "at most 200,000.",

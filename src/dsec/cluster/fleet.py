@@ -10,7 +10,8 @@ import msgspec
 from dsec.cluster.rpc import Rpc
 from dsec.core.ids import NodeId
 from dsec.wire.codec import pack, unpack
-from dsec.wire.node import Caller, Method, Nothing, Right
+from dsec.wire.events import EventQuery
+from dsec.wire.node import Caller, Method, Nothing, Right, Stream
 from dsec.wire.records import CreateRequest, Health, ListQuery, Sandbox, SandboxPage
 
 HEALTH_TIMEOUT_S: Final = 5.0
@@ -33,6 +34,10 @@ class Fleet(Protocol):
         ...
 
     async def listing(self, query: ListQuery, *, caller: Caller, timeout_s: float) -> SandboxPage: ...
+
+    async def events(self, query: EventQuery, *, caller: Caller) -> Stream:
+        """What happened to what the caller sees (`Method.EVENTS`)."""
+        ...
 
     async def health(self, version: str) -> Health: ...
 
@@ -59,6 +64,9 @@ class OneNode:
     async def listing(self, query: ListQuery, *, caller: Caller, timeout_s: float) -> SandboxPage:
         answer = await self._rpc.call(self._node, Method.LIST, pack(query), caller=caller, timeout_s=timeout_s)
         return unpack(answer, SandboxPage)
+
+    async def events(self, query: EventQuery, *, caller: Caller) -> Stream:
+        return await self._rpc.open(self._node, Method.EVENTS, pack(query), caller=caller)
 
     async def health(self, version: str) -> Health:
         caller = Caller(principal="api", project="/", rights=frozenset({Right.READ}))

@@ -14,8 +14,21 @@ _SUBJECT: Final = re.compile(r"[A-Za-z0-9_=-]+(?:\.[A-Za-z0-9_=-]+)*\Z")
 
 
 class LogStream(enum.StrEnum):
-    EVENTS = "EVENTS"  # <kind>.<node>; kept for days
+    EVENTS = "EVENTS"  # sandbox.<node>, verdict.<node>; kept for days
     TRAJECTORIES = "TRAJ"  # <node>.<run>.<sandbox>; kept until the run is archived
+
+
+# Of events. A node writes to its own subject alone; replicas and watchers write to the others.
+OF_NODE: Final = "sandbox"
+VERDICT: Final = "verdict"
+
+
+def node_subject(node: str) -> str:
+    return f"{OF_NODE}.{node}"
+
+
+def verdict_subject(node: str) -> str:
+    return f"{VERDICT}.{node}"
 
 
 class Record(NamedTuple):
@@ -37,6 +50,10 @@ class Log(Protocol):
 
     async def read(self, stream: LogStream, subject: str, *, after: int = 0, limit: int = 256) -> list[Record]:
         """Records of the subject, or of all below it, in order; those with a larger sequence than `after`."""
+        ...
+
+    async def bounds(self, stream: LogStream) -> tuple[int, int]:
+        """The sequences of the first record that is there and of the last one that there was; none: (n + 1, n)."""
         ...
 
     async def last(self, stream: LogStream, subject: str) -> Record | None:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from dsec.cluster.events import EventDesk, EventTail
 from dsec.cluster.members.nodes import Nodes, NodeState, NodeView
 from dsec.cluster.names import Claim, Holder, Names
 from dsec.cluster.operations import Operation, Operations
@@ -33,7 +34,8 @@ from dsec.core.ids import NodeId, node_of, parse_node_id, parse_sandbox_id
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
 from dsec.wire.cursors import decode_cursor
-from dsec.wire.node import Caller, Method, Right
+from dsec.wire.events import EventQuery
+from dsec.wire.node import Caller, Method, Right, Stream
 from dsec.wire.records import CreateRequest, Health, ListQuery, NodeLoad, Sandbox, SandboxPage
 
 log = get_logger(__name__)
@@ -59,8 +61,10 @@ class ManyNodes:
         registry: Registry,
         clock: Clock,
         *,
+        events: EventTail | None = None,
         rng: random.Random | None = None,
     ) -> None:
+        """`events`: of the whole cluster; None: there are none to be followed."""
         self._rpc = rpc
         self._nodes = nodes
         self._clock = clock
@@ -69,6 +73,7 @@ class ManyNodes:
         self._overlay = Overlay()
         self._rng = rng or random.Random()
         self._started_at = clock.wall_s()
+        self._events = None if events is None else EventDesk(events, clock.wall_s())
 
     # -- creates -----------------------------------------------------------------------------------
 
@@ -165,6 +170,15 @@ class ManyNodes:
         )
         _check_page(page, node, query)
         return page
+
+    async def events(self, query: EventQuery, *, caller: Caller) -> Stream:
+        if self._events is None:
+            raise UnsupportedError("this replica follows no events")
+        return await self._events.open(query, caller)
+
+    async def close(self) -> None:
+        if self._events is not None:
+            await self._events.close()
 
     # -- the rest ----------------------------------------------------------------------------------
 

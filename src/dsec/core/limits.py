@@ -234,6 +234,15 @@ EVENTS_KEPT_S: Final = 3 * 86_400.0  # three days: who reads events comes back o
 ENGINE_WAIT_S: Final = 15.0  # for an answer of the engine: without a leader it is silent for up to 10 s
 ENGINE_PENDING_BYTES_MAX: Final = 2 * MIB  # written while the engine is away; beyond it writers are told at once
 
+# Events
+EVENTS_NODE_BYTES_MAX: Final = 64 * MIB  # kept by a node, some 200,000: a day of a busy one; the oldest go first
+EVENTS_READ_MAX: Final = 256  # looked at for one piece of an answer: bounds its memory, and others' wait meanwhile
+EVENTS_RECORD_MAX: Final = 128  # told to the log as one record, in one round trip; with labels at most 128 KiB
+EVENTS_RECORD_BYTES_MAX: Final = 128 * KIB  # of such a record: below LOG_RECORD_BYTES_MAX by more than one event
+EVENTS_TAIL_MAX: Final = 16_384  # kept in memory by a replica, some 500 bytes each; who is further behind reads the log
+EVENTS_QUIET_S: Final = 15.0  # without an event a reader is told how far it is, and proxies that it lives
+EVENT_NUMBER_MAX: Final = (1 << 63) - 1  # what a journal and a log count to
+
 # Connections between API and node
 LINK_FRAME_BYTES_MAX: Final = 1 * MIB + 64  # one frame of a stream, with what carries it
 LINK_PART_BYTES: Final = 128 * KIB  # a larger body goes in parts, so that streams beside it go on

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from dsec.core import limits
+from dsec.core.clock import Clock, SystemClock
 from dsec.core.errors import DsecError, HostError, InvalidArgumentError, ProtocolError, StorageError
 from dsec.core.ids import NodeId, SandboxId, new_node_id, node_of, parse_node_id, parse_sandbox_id
+from dsec.core.states import EndCause
 from dsec.node.config import ENDED_DIR
+from dsec.node.events import SCHEMA as EVENTS_SCHEMA
+from dsec.node.events import EventTable, end_of, event_of
 from dsec.node.journalwriter import JournalWriter, Write
 from dsec.node.rows import KeyRow, SandboxRow, SpareRow, Tombstone
 from dsec.node.usage import SCHEMA as USAGE_SCHEMA
 from dsec.node.usage import prune_usage, put_usage
 from dsec.wire.codec import pack, unpack
+from dsec.wire.events import Event, EventKind
 
 SCHEMA_VERSION: Final = 1
 _BUSY_S = 10.0
@@ -44,14 +49,18 @@ CREATE INDEX IF NOT EXISTS tombstones_ended ON tombstones (ended_at);
 class Journal:
     """Opened with `open`. Writes are awaited; reads are point queries on pages in memory, a few microseconds each."""
 
-    def __init__(self, path: Path, node_id: NodeId, reader: sqlite3.Connection, writer: sqlite3.Connection) -> None:
+    def __init__(
+        self, path: Path, node_id: NodeId, reader: sqlite3.Connection, writer: sqlite3.Connection, clock: Clock
+    ) -> None:
         self.path = path
         self.node_id = node_id
         self._reader = reader
-        self._writer = JournalWriter(writer)
+        self._clock = clock
+        self.events = EventTable(node_id, self._read)
+        self._writer = JournalWriter(writer, settled=self.events.ring)
 
     @classmethod
-    async def open(cls, path: Path) -> Journal:
+    async def open(cls, path: Path, clock: Clock | None = None) -> Journal:
         """Raises HostError when a newer version has written it, StorageError when it cannot be used."""
         writer, node_id = await asyncio.to_thread(_open, path)
         try:
@@ -60,7 +69,7 @@ class Journal:
         except sqlite3.Error as error:
             writer.close()
             raise StorageError(f"the journal {path} cannot be read") from error
-        return cls(path, node_id, reader, writer)
+        return cls(path, node_id, reader, writer, clock or SystemClock())
 
     async def close(self) -> None:
         """Writes what was asked for, and ends. Idempotent."""
@@ -71,57 +80,46 @@ class Journal:
 
     async def intend(self, row: SandboxRow, key: KeyRow | None) -> None:
         """The sandbox and the key that its request came with."""
-
-        def write(db: sqlite3.Connection) -> None:
-            _put_row(db, row)
-            _put_key(db, key)
-
-        await self._submit(write)
+        await self._change([row], [] if key is None else [key])
 
     async def intend_spare(self, row: SpareRow) -> None:
         def write(db: sqlite3.Connection) -> None:
             db.execute("INSERT OR REPLACE INTO spares (id, body) VALUES (?, ?)", (row.id, pack(row)))
 
-        await self._submit(write)
+        await self._writer.write(write)
 
     async def claim(self, spare: str, row: SandboxRow, key: KeyRow | None) -> None:
         """The spare is the sandbox's instance from here on, or still a spare; never both, never neither."""
-
-        def write(db: sqlite3.Connection) -> None:
-            _drop_spare(db, spare)
-            _put_row(db, row)
-            _put_key(db, key)
-
-        await self._submit(write)
+        known = self.events.state_of(row.id) is not None
+        back = [event_of(row, EventKind.ROLLED_BACK, self._clock.wall_s())] if known else []
+        await self._change([row], [] if key is None else [key], spare=spare, events=back)
 
     async def forget_spare(self, id: str) -> None:
         """Nothing of it is left."""
-        await self._submit(lambda db: _drop_spare(db, id))
+        await self._writer.write(lambda db: _drop_spare(db, id))
 
     async def put(self, row: SandboxRow) -> None:
         """The row as it is now."""
-        await self._submit(lambda db: _put_row(db, row))
+        await self._change([row], [])
 
-    async def forget(self, id: str, *, project: str, key: str | None) -> None:
+    async def forget(self, row: SandboxRow) -> None:
         """A create that failed. Its key may be used again."""
 
         def write(db: sqlite3.Connection) -> None:
-            db.execute("DELETE FROM sandboxes WHERE id = ?", (id,))
-            if key is not None:
-                db.execute("DELETE FROM keys WHERE project = ? AND key = ?", (project, key))
+            db.execute("DELETE FROM sandboxes WHERE id = ?", (row.id,))
+            if row.key is not None:
+                db.execute("DELETE FROM keys WHERE project = ? AND key = ?", (row.project, row.key))
 
-        await self._submit(write)
+        events = []
+        if self.events.state_of(row.id) is not None:
+            cause = str(EndCause.LAUNCH_FAILED)
+            at = self._clock.wall_s()
+            events = [event_of(row, EventKind.FAILED, at, cause=cause, detail=row.end_detail)]
+        await self._submit(write, {row.id: None}, events)
 
     async def settle_fork(self, rows: Collection[SandboxRow], keys: Collection[KeyRow]) -> None:
         """All of a fork are there to stay, or none."""
-
-        def write(db: sqlite3.Connection) -> None:
-            for row in rows:
-                _put_row(db, row)
-            for key in keys:
-                _put_key(db, key)
-
-        await self._submit(write)
+        await self._change(rows, keys)
 
     async def bury(self, tombstone: Tombstone) -> None:
         """The row gives way to its tombstone."""
@@ -135,7 +133,21 @@ class Journal:
             )
             put_usage(db, tombstone)
 
-        await self._submit(write)
+        await self._submit(write, {sandbox.id: None}, [end_of(tombstone)])
+
+    def events_told(self) -> int:
+        """As `keep_events_told` has kept it; 0: nothing."""
+        found = self._read("SELECT value FROM meta WHERE name = 'events_told'", ())
+        return int(found[0][0]) if found else 0
+
+    async def keep_events_told(self, number: int) -> None:
+        """Up to which event the log of a cluster has them."""
+        insert = "INSERT OR REPLACE INTO meta (name, value) VALUES ('events_told', ?)"
+        await self._writer.write(lambda db: db.execute(insert, (str(number),)))
+
+    async def note(self, events: Collection[Event]) -> None:
+        """What is told beside changes of rows."""
+        await self._submit(lambda db: None, events=events)
 
     async def prune(self, now: float) -> None:
         """Drops tombstones and keys that are past their time, and the oldest ones above their number."""
@@ -146,6 +158,7 @@ class Journal:
             _drop_oldest(db, "tombstones", "ended_at", limits.TOMBSTONES_MAX)
             _drop_oldest(db, "keys", "at", limits.IDEMPOTENCY_KEYS_MAX)
             prune_usage(db, now)
+            self.events.prune(db, now)
 
         await self._writer.write(write, long=True)
 
@@ -159,6 +172,7 @@ class Journal:
                 rows.append(unpack(body, SandboxRow))
             except ProtocolError as error:
                 raise _damaged(self.path, f"the row of {id} is not readable: {error}") from error
+        self.events.knows(rows)
         return rows
 
     def spares(self) -> list[SpareRow]:
@@ -190,8 +204,47 @@ class Journal:
         except sqlite3.Error as error:
             raise StorageError(f"the journal {self.path} cannot be read") from error
 
-    async def _submit(self, write: Write) -> None:
-        await self._writer.write(write)
+    async def _change(
+        self,
+        rows: Collection[SandboxRow],
+        keys: Collection[KeyRow],
+        *,
+        spare: str | None = None,
+        events: Collection[Event] = (),
+    ) -> None:
+        at, told = self._clock.wall_s(), list(events)
+        for row in rows:
+            told += self.events.of_row(row, self.events.state_of(row.id), at)
+
+        def write(db: sqlite3.Connection) -> None:
+            if spare is not None:
+                _drop_spare(db, spare)
+            for row in rows:
+                _put_row(db, row)
+            for key in keys:
+                _put_key(db, key)
+
+        await self._submit(write, {row.id: row.state for row in rows}, told)
+
+    async def _submit(
+        self, write: Write, states: Mapping[str, str | None] | None = None, events: Collection[Event] = ()
+    ) -> None:
+        """`states`: of sandboxes, from here on, so that what is asked for next follows on it."""
+        states = states or {}
+        before = {id: self.events.state_of(id) for id in states}
+        for id, state in states.items():
+            self.events.settle(id, state)
+
+        def work(db: sqlite3.Connection) -> None:
+            write(db)
+            self.events.note(db, events)
+
+        try:
+            await self._writer.write(work)
+        except StorageError:
+            for id, state in before.items():
+                self.events.settle(id, state)
+            raise
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -221,7 +274,7 @@ def _open(path: Path, node: NodeId | None = None) -> tuple[sqlite3.Connection, N
         db.execute("PRAGMA synchronous = NORMAL")
         _check_schema(db, path)
         _check_pages(db, path)
-        db.executescript(_SCHEMA + USAGE_SCHEMA)
+        db.executescript(_SCHEMA + USAGE_SCHEMA + EVENTS_SCHEMA)
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         node_id = _minted_id(db, node)
         path.chmod(0o600)
@@ -300,12 +353,11 @@ def _put_row(db: sqlite3.Connection, row: SandboxRow) -> None:
     db.execute("INSERT OR REPLACE INTO sandboxes (id, body) VALUES (?, ?)", (row.id, pack(row)))
 
 
-def _put_key(db: sqlite3.Connection, key: KeyRow | None) -> None:
-    if key is not None:
-        db.execute(
-            "INSERT OR REPLACE INTO keys (project, key, at, body) VALUES (?, ?, ?, ?)",
-            (key.project, key.key, key.at, pack(key)),
-        )
+def _put_key(db: sqlite3.Connection, key: KeyRow) -> None:
+    db.execute(
+        "INSERT OR REPLACE INTO keys (project, key, at, body) VALUES (?, ?, ?, ?)",
+        (key.project, key.key, key.at, pack(key)),
+    )
 
 
 def _drop_spare(db: sqlite3.Connection, id: str) -> None:

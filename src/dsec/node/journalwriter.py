@@ -27,8 +27,10 @@ _CHECKPOINT_WRITES: Final = 200  # of some six pages each: the log is about as l
 class JournalWriter:
     """Owns the connection, which nobody else uses. Made by `Journal.open`, in the loop that asks for writes."""
 
-    def __init__(self, db: sqlite3.Connection) -> None:
+    def __init__(self, db: sqlite3.Connection, *, settled: Callable[[], None] = lambda: None) -> None:
+        """`settled` is called after each transaction."""
         self._db = db
+        self._settled = settled
         self._loop = asyncio.get_running_loop()
         self._jobs: list[_Job] = []
         self._called = False  # the next turn of the loop writes
@@ -80,6 +82,7 @@ class JournalWriter:
         if left:
             self._give_away(lambda: _write_patiently(self._db, left), left)
         _settle([job for job in batch if job not in left] if left else batch)
+        self._settled()
         self._unchecked += len(batch)
         if self._unchecked >= _CHECKPOINT_WRITES and self._away is None:
             self._unchecked = 0
@@ -97,6 +100,7 @@ class JournalWriter:
             for job in batch:
                 job.error = error
         _settle(batch)
+        self._settled()
         if self._jobs:
             self._call()
 

@@ -140,7 +140,7 @@ class Node:
             raise StorageError(f"cannot make {error.filename}: {error.strerror}") from error
         self._take_lock()
         try:
-            self.journal = await Journal.open(config.journal_path)
+            self.journal = await Journal.open(config.journal_path, self.clock)
             await self._start()
         except BaseException:
             await self.close()

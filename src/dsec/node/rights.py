@@ -9,12 +9,15 @@ from dsec.core.errors import AuthError, ForbiddenError
 from dsec.wire.environments import BuildRequest, DebianSource, GitSource, RegistrySource, StoreSource, is_on_node
 from dsec.wire.images import ExportRequest, RegistryTarget
 from dsec.wire.node import Caller, Method, Right
+from dsec.wire.node import project_seen as project_seen  # of the contract, and asked for here by those who check rights
+from dsec.wire.node import reaches as reaches
 
 _READ: Final = (
     Method.GET,
     Method.LIST,
     Method.METRICS,
     Method.USAGE,
+    Method.EVENTS,
     Method.EXEC_GET,
     Method.EXEC_LIST,
     Method.EXEC_OUTPUT,
@@ -111,13 +114,3 @@ def check_store_of(url: str, caller: Caller) -> None:
             "a store in a directory of the node can be named only over its own socket",
             hint="use a store on a web server or in a bucket, or run it on the node, without DSEC_URL and DSEC_TOKEN",
         )
-
-
-def project_seen(caller: Caller) -> str | None:
-    """Below which path a caller sees sandboxes; None: all of them."""
-    return None if Right.ADMIN in caller.rights else caller.project
-
-
-def reaches(project: str | None, owner: str) -> bool:
-    """Whether a caller of `project` reaches what belongs to `owner`: its own, and those of its sub-projects."""
-    return project is None or owner == project or owner.startswith(project.rstrip("/") + "/")

@@ -42,6 +42,7 @@ from dsec.wire.calls import CallAnswer, CallPoolPage, CallRequest, TaskTypePage
 from dsec.wire.codec import pack, unpack
 from dsec.wire.collect import GcReport, GcRequest
 from dsec.wire.environments import BuildRequest, EnvironmentPage, EnvironmentRef, PushRequest
+from dsec.wire.events import EventQuery
 from dsec.wire.iam import Holdings, HoldingsQuery
 from dsec.wire.images import ExportRequest
 from dsec.wire.node import Caller, Done, Method, Stream
@@ -114,6 +115,7 @@ class Service:
         self._streaming: dict[Method, tuple[Any, _Streaming]] = {
             Method.EXEC_OUTPUT: (wire.OutputQuery, self._exec_output),
             Method.EXEC_ATTACH: (wire.OutputQuery, self._exec_attach),
+            Method.EVENTS: (EventQuery, self._events),
             Method.FILE_READ: (wire.FileCall, self._file_read),
             Method.FILE_WRITE: (wire.FileCall, self._file_write),
             Method.FILE_ARCHIVE: (wire.FileCall, self._file_archive),
@@ -314,6 +316,10 @@ class Service:
             await self._exec_output(request, caller, stream)  # there is nobody to take input
         else:
             await streams.attach(sandbox, exec, _checked(request), stream)
+
+    async def _events(self, request: EventQuery, caller: Caller, stream: Stream) -> None:
+        events, now = self._node.journal.events, self._node.clock.wall_s()
+        await streams.tell_events(events, request, project_seen(caller), stream, now)
 
     # -- sessions ----------------------------------------------------------------------------------
 

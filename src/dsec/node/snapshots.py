@@ -29,6 +29,7 @@ from dsec.image.capture import publish
 from dsec.image.publishing import PublishJob
 from dsec.image.residue import rules_for
 from dsec.node.environments import Environments, Hold
+from dsec.node.events import event_of
 from dsec.node.once import Once
 from dsec.node.origins import Origin, origin_of
 from dsec.node.registry import Registry
@@ -41,6 +42,7 @@ from dsec.node.tasks import result_of
 from dsec.observe import metrics
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack
+from dsec.wire.events import EventKind
 from dsec.wire.node import Caller
 from dsec.wire.snapshots import (
     Published,
@@ -140,6 +142,9 @@ class Snapshots:
         finally:
             if not committing:
                 self._store.let_go(project, name)
+        with suppress(DsecError):  # it is there, whoever is told
+            event = event_of(sandbox.row, EventKind.SNAPSHOT, self._services.clock.wall_s(), snapshot=id)
+            await self._services.journal.note([event])
         log.info("snapshot taken", sandbox=sandbox.id, snapshot=id, frozen_ms=round(captured.frozen_ms, 1))
         return row.info
 

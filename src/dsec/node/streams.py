@@ -18,6 +18,8 @@ from dsec.node.supervisor import Supervisor
 from dsec.wire.codec import pack
 from dsec.wire.environments import BuildEvent
 from dsec.wire.errors import error_of
+from dsec.wire.events import EventQuery
+from dsec.wire.following import EventSource, serve_events
 from dsec.wire.frames import Channel, Data, Frame, FrameType, data_frame, data_of, encode_data_body
 from dsec.wire.node import Done, OutputQuery, Stream
 from dsec.wire.records import Gap, WriteAnswer
@@ -175,6 +177,11 @@ async def _send_next(record: OutputRecord, at: dict[int, int], stream: Stream) -
         body = encode_data_body(channel, piece.offset, piece.sequence, piece.payload)
         await stream.send(Frame(FrameType.DATA, 0, body))
     return True
+
+
+async def tell_events(source: EventSource, query: EventQuery, seen: str | None, stream: Stream, now: float) -> None:
+    """Until the caller closes; without `follow` to what there is now."""
+    await _while_open(stream, serve_events(source, query, seen, stream, now), _ignore)
 
 
 # -- frames ----------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ class Supervisor:
         try:
             await self._remove()
             await self.execs.remove()
-            await self._services.journal.forget(self.id, project=self.row.project, key=self.row.key)
+            await self._services.journal.forget(self.row)
         except Exception as error:
             log.error("a failed create left something", sandbox=self.id, exc_info=error)
             self._set(SandboxState.DESTROYING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Self, Unpack
@@ -28,6 +28,7 @@ from dsec.core.states import ENDED
 from dsec.sdk.calls import CallOptions, CallResult, make_call, send_call
 from dsec.sdk.endpoint import find_endpoint
 from dsec.sdk.environments import AsyncEnvironments
+from dsec.sdk.events import follow_events
 from dsec.sdk.grants import AsyncGrants
 from dsec.sdk.layers import AsyncLayers
 from dsec.sdk.lines import json_lines
@@ -43,6 +44,7 @@ from dsec.wire import api
 from dsec.wire.calls import CallPool, CallPoolPage, CallRequest, TaskTypeInfo, TaskTypePage
 from dsec.wire.collect import GcReport, GcRequest
 from dsec.wire.errors import ErrorBody, error_of
+from dsec.wire.events import Event
 from dsec.wire.iam import AuditPage, WhoAmI
 from dsec.wire.plans import Explanation
 from dsec.wire.records import BatchItem, BatchRequest, CreateRequest, DoctorReport, Health, SandboxPage
@@ -178,6 +180,39 @@ class AsyncClient:
         query = {"limit": str(limit)}
         query.update({name: value for name, value in (("principal", principal), ("cursor", cursor)) if value})
         return await self._transport.call("GET", "/audit", AuditPage, query=query)
+
+    async def events(
+        self,
+        after: str | None = None,
+        *,
+        follow: bool = True,
+        project: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        sandbox: str | None = None,
+        kinds: Sequence[str] = (),
+    ) -> AsyncGenerator[Event, None]:
+        """What happens to sandboxes, in order, over lost connections: created, running, paused, resumed, snapshot,
+        rolled_back, destroyed, expired, failed. `kinds`: only these; operators see nodes, too.
+
+            async for event in client.events(labels={"run": "7"}):
+                print(event.kind, event.sandbox, event.cause)
+
+        Each has a `position`. `after` one goes on there; "oldest" begins with what is kept; None begins now, or with
+        `follow=False`, which ends at what has happened by now, with the oldest. Where something is not kept any more,
+        an event of kind "gap" says so. What was read by another process may come once more: by `node` and `number`.
+        """
+        found = follow_events(
+            self._transport,
+            after=after,
+            follow=follow,
+            project=project,
+            labels=labels,
+            sandbox=sandbox,
+            kinds=kinds,
+        )
+        async with contextlib.aclosing(found) as events:
+            async for event in events:
+                yield event
 
     # ---- calls ----
 

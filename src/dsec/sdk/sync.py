@@ -45,6 +45,7 @@ from dsec.wire.environments import (
     EnvironmentTrace,
     LayerUse,
 )
+from dsec.wire.events import Event
 from dsec.wire.iam import (
     AuditPage,
     GrantInfo,
@@ -1384,6 +1385,30 @@ class Client(Blocking[AsyncClient]):
         `principal`: only of this one, such as "ci@/team".
         """
         return portal().run(self._async.audit(principal=principal, limit=limit, cursor=cursor))
+
+    def events(
+        self,
+        after: str | None = None,
+        *,
+        follow: bool = True,
+        project: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        sandbox: str | None = None,
+        kinds: Sequence[str] = (),
+    ) -> Iterator[Event]:
+        """What happens to sandboxes, in order, over lost connections: created, running, paused, resumed, snapshot,
+        rolled_back, destroyed, expired, failed. `kinds`: only these; operators see nodes, too.
+
+            for event in client.events(labels={"run": "7"}):
+                print(event.kind, event.sandbox, event.cause)
+
+        Each has a `position`. `after` one goes on there; "oldest" begins with what is kept; None begins now, or with
+        `follow=False`, which ends at what has happened by now, with the oldest. Where something is not kept any more,
+        an event of kind "gap" says so. What was read by another process may come once more: by `node` and `number`.
+        """
+        return portal().iterate(
+            self._async.events(after, follow=follow, project=project, labels=labels, sandbox=sandbox, kinds=kinds)
+        )
 
     def call(self, type: str, code: str, **options: Unpack[CallOptions]) -> CallResult:
         """Runs `code` once, in a place made before, and gives what came of it; nothing of it stays.

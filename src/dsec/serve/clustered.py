@@ -16,6 +16,7 @@ from dsec.cluster.engine.connection import Engine, EngineSettings
 from dsec.cluster.engine.layout import Layout
 from dsec.cluster.engine.log import EngineLog
 from dsec.cluster.engine.setup import prepare
+from dsec.cluster.events import EventTail
 from dsec.cluster.leases import RegistryLease
 from dsec.cluster.link.client import RemoteRpc
 from dsec.cluster.link.server import NodeListener
@@ -24,8 +25,10 @@ from dsec.cluster.members.fence import FencedService
 from dsec.cluster.members.membership import Membership
 from dsec.cluster.members.nodes import Nodes
 from dsec.cluster.members.watcher import Watcher
+from dsec.cluster.publishing import EventPublisher
 from dsec.core.clock import SystemClock
 from dsec.core.errors import DsecError, InvalidArgumentError, NodeRetiredError, PlatformError, UnavailableError
+from dsec.node.events import event_of
 from dsec.node.facts import features_of
 from dsec.node.journal import take_node_id
 from dsec.node.names import drop_names
@@ -37,6 +40,7 @@ from dsec.serve.config import ServeConfig
 from dsec.serve.identity import Identity, write_private
 from dsec.serve.parts import ApiPart, NodePart
 from dsec.wire.cluster import Card
+from dsec.wire.events import EventKind
 
 log = get_logger(__name__)
 
@@ -124,7 +128,11 @@ class ApiProcess(_Clustered):
         rpc = RemoteRpc(nodes, self.identity.to_nodes(), heard=nodes.told)
         self.stack.push_async_callback(rpc.close)
         registry = EngineRegistry(self.engine)
-        fleet = ManyNodes(rpc, nodes, registry, self.clock)
+        tail = EventTail(EngineLog(self.engine), self.identity.unit)
+        await tail.start()
+        self.stack.push_async_callback(tail.close)
+        fleet = ManyNodes(rpc, nodes, registry, self.clock, events=tail)
+        self.stack.push_async_callback(fleet.close)
         await self._api.start(rpc, fleet, registry)
 
     async def close(self, *, hurry: asyncio.Event) -> None:
@@ -191,6 +199,14 @@ class NodeProcess(_Clustered):
         self.membership.reached_at(*self._advertised())
         await self._join()
         self.stack.push_async_callback(self.membership.leave)
+        self._publish()
+
+    def _publish(self) -> None:
+        journal = self.node.journal
+        publisher = EventPublisher(
+            EngineLog(self.engine), journal.events, journal.events_told(), journal.keep_events_told
+        )
+        self.stack.push_async_callback(_ended, asyncio.create_task(publisher.run(), name="tell events"))
 
     def _membership(self, installation: str) -> Membership:
         config = self.config
@@ -215,6 +231,9 @@ class NodeProcess(_Clustered):
             for sandbox in list(self.node.registry):
                 await self.node.adoption.settled(sandbox.id)
             await drop_names(self.node.registry, self.node.journal)
+            at = self.clock.wall_s()
+            rows = [sandbox.row for sandbox in self.node.registry]
+            await self.node.journal.note([event_of(row, EventKind.RETURNED, at) for row in rows])
 
         return Membership(
             EngineRegistry(self.engine),

@@ -60,14 +60,5 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     admits: bool = True  # new sandboxes
 
 
-class NodeEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """In the log of events."""
-
-    node: str
-    term: int
-    what: str
-    at: float
-
-
 def ruling_key(node: str) -> str:
     return f"{node}.ruling"

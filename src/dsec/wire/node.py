@@ -99,6 +99,7 @@ class Method(enum.StrEnum):
     HEALTH = "health"  # Nothing → Health
 
     # streams
+    EVENTS = "events"  # events.EventQuery; out: EVENT events.EventLine …, END Done when not following; in: END = stop
     EXEC_OUTPUT = (
         "exec_output"  # OutputQuery; out: DATA(1|2), EVENT {gap: Gap}, END ExecInfo (or END when not following)
     )
@@ -232,3 +233,13 @@ class NodeService(Protocol):
     async def serve_stream(self, method: Method, body: bytes, stream: Stream, *, caller: Caller) -> None:
         """Runs one stream to its end; returns or raises, and the transport closes the stream accordingly."""
         ...
+
+
+def project_seen(caller: Caller) -> str | None:
+    """Below which path a caller sees sandboxes; None: all of them."""
+    return None if Right.ADMIN in caller.rights else caller.project
+
+
+def reaches(project: str | None, owner: str) -> bool:
+    """Whether a caller of `project` reaches what belongs to `owner`: its own, and those of its sub-projects."""
+    return project is None or owner == project or owner.startswith(project.rstrip("/") + "/")

@@ -7,6 +7,7 @@ from dsec.api.routes import (
     batch,
     calls,
     environments,
+    events,
     execs,
     files,
     grants,
@@ -46,5 +47,6 @@ ROUTES: tuple[Route, ...] = (
     *tokens.ROUTES,
     *projects.ROUTES,
     *usage.ROUTES,
+    *events.ROUTES,
     *grants.ROUTES,
 )

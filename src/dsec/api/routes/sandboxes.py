@@ -83,7 +83,7 @@ async def explain_create(request: Request) -> Answer:
 async def list_sandboxes(request: Request) -> Answer:
     query = request.query
     listing = ListQuery(
-        labels=_labels(query["label"]),
+        labels=labels_of(query["label"]),
         name=query["name"],
         states=_states(query["state"]),
         limit=query["limit"],
@@ -94,7 +94,7 @@ async def list_sandboxes(request: Request) -> Answer:
     return Answer(to_json(page))
 
 
-def _labels(given: list[str]) -> dict[str, str]:
+def labels_of(given: list[str]) -> dict[str, str]:
     labels: dict[str, str] = {}
     for text in given:
         key, equals, value = text.partition("=")

@@ -47,6 +47,17 @@ class EmbeddedLog:
         limit = min(limit, LOG_READ_MAX)
         return await self._database.run(lambda db: _read(db, stream, subject, after, limit))
 
+    async def bounds(self, stream: LogStream) -> tuple[int, int]:
+        def work(db: sqlite3.Connection) -> tuple[int, int]:
+            bounds = "SELECT MIN(sequence), MAX(sequence) FROM log WHERE stream = ?"
+            first, last = db.execute(bounds, (stream,)).fetchone()
+            if first is None:  # others of its streams count with it
+                last = db.execute("SELECT COALESCE(MAX(seq), 0) FROM sqlite_sequence WHERE name = 'log'").fetchone()[0]
+                first = last + 1
+            return int(first), int(last)
+
+        return await self._database.run(work)
+
     async def last(self, stream: LogStream, subject: str) -> Record | None:
         check_subject(subject)
         return await self._database.run(lambda db: _last(db, stream, subject))

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dsec.cluster.log import LogStream
+from dsec.cluster.log import LogStream, node_subject
 from dsec.cluster.registry import Bucket
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.ids import NodeId
@@ -118,7 +118,7 @@ class Layout:
         return Rights(
             publish=(
                 self.heartbeat(node),
-                self.log_subject(LogStream.EVENTS, f"*.{node}"),
+                self.log_subject(LogStream.EVENTS, node_subject(node)),
                 self.log_subject(LogStream.TRAJECTORIES, f"{node}.>"),
                 *own,
                 *api,

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Final
 
+import msgspec
 from nats.aio.msg import Msg
 
 from dsec.cluster.engine.connection import Engine
@@ -21,6 +22,15 @@ _PAGE: Final = 256
 _POLL_S: Final = 5.0  # followers look by themselves so often, beside being told: what is told may be lost
 _RETRY_S: Final = 0.5
 _ATTEMPT_S: Final = 2.0
+
+
+class _State(msgspec.Struct, frozen=True):
+    first_seq: int = 0
+    last_seq: int = 0
+
+
+class _Info(msgspec.Struct, frozen=True):
+    state: _State = _State()
 
 
 class EngineLog:
@@ -44,6 +54,10 @@ class EngineLog:
         exact = self._layout.log_subject(stream, check_subject(subject))
         found = await self._batch(stream, exact, after, limit) + await self._batch(stream, exact + ".>", after, limit)
         return sorted(found)[:limit]
+
+    async def bounds(self, stream: LogStream) -> tuple[int, int]:
+        info: _Info = await self._engine.ask(f"STREAM.INFO.{self._layout.log_stream(stream)}", {}, _Info)
+        return max(info.state.first_seq, 1), info.state.last_seq
 
     async def last(self, stream: LogStream, subject: str) -> Record | None:
         place = self._layout.log_subject(stream, check_subject(subject))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from dsec.cluster.leases import Held, Lease
-from dsec.cluster.log import Log, LogStream
+from dsec.cluster.log import Log, LogStream, verdict_subject
 from dsec.cluster.members.nodes import Nodes, NodeState
 from dsec.cluster.members.rulings import declare_lost
 from dsec.cluster.members.verdicts import verdicts
@@ -18,8 +18,8 @@ from dsec.core.errors import ConflictError, DsecError
 from dsec.core.ids import NodeId
 from dsec.observe import metrics
 from dsec.observe.logs import get_logger
-from dsec.wire.cluster import NodeEvent
 from dsec.wire.codec import pack
+from dsec.wire.events import Event, EventKind, Events
 
 log = get_logger(__name__)
 
@@ -54,6 +54,7 @@ class Watcher:
         self._held: Held | None = None
         self._renew_at = 0.0
         self._frozen = False
+        self._states: dict[NodeId, NodeState] | None = None  # as they were told of; None: not by us
 
     @property
     def acts(self) -> bool:
@@ -83,6 +84,7 @@ class Watcher:
             log.warning("so many nodes are away that none is declared lost" if found.frozen else "verdicts go on")
         for node in found.lost:
             await self._declare(node)
+        await self._tell_changes()
 
     async def _declare(self, node: NodeId) -> None:
         view = self._nodes.find(node)
@@ -92,15 +94,31 @@ class Watcher:
         await declare_lost(self._registry, view.member, at=at)
         log.error("a node is lost", node=node, term=view.member.term)
         metrics.NODES_LOST.inc()
-        event = NodeEvent(node=node, term=view.member.term, what=str(NodeState.LOST), at=at)
+        await self._say(node, EventKind.NODE_LOST, at, f"term-{view.member.term}")
+
+    async def _say(self, node: NodeId, kind: EventKind, at: float, id: str) -> None:
+        event = Event(kind=str(kind), at=at, node=node)
         await self._events.append(
-            LogStream.EVENTS, f"node-lost.{node}", pack(event), id=f"node-lost-{node}-{view.member.term}"
+            LogStream.EVENTS, verdict_subject(node), pack(Events((event,))), id=f"{kind}-{node}-{id}"
         )
+
+    async def _tell_changes(self) -> None:
+        """What operators see of nodes, from when this watcher acts. Said twice is said once for a minute, at least."""
+        now, at = self._clock.monotonic_s(), self._clock.wall_s()
+        states = {view.id: view.state(now) for view in self._nodes if view.member is not None}
+        before, self._states = self._states, states
+        if before is None:
+            return
+        for node, state in states.items():
+            kind = change_of(before.get(node), state)
+            if kind is not None:
+                await self._say(node, kind, at, f"at-{int(at)}")
 
     async def _hold(self) -> None:
         now = self._clock.monotonic_s()
         if self._held is None or now >= self._held.until:
             self._held = await self._lease.acquire(_LEASE, self._name, _LEASE_S)
+            self._states = None
             self._renew_at = now + _RENEW_S
             if self._held is not None:
                 log.info("this watcher acts from now on")
@@ -127,3 +145,14 @@ class Watcher:
             counts[view.state(now)] += 1
         for state, count in counts.items():
             metrics.NODES.labels(str(state)).set(count)
+
+
+def change_of(before: NodeState | None, now: NodeState) -> EventKind | None:
+    """What is said when a node goes from one to the other; that it is lost is said by who declares it."""
+    if before is now or now is NodeState.LOST:
+        return None
+    if now is NodeState.LIVE:
+        return EventKind.NODE_JOINED if before is None else EventKind.NODE_RETURNED
+    if now is NodeState.RETIRED:
+        return EventKind.NODE_RETIRED
+    return EventKind.NODE_SUSPECT if before is NodeState.LIVE else None
