@@ -11,6 +11,7 @@ Writes figures and pictures into docs/benchmarks.md and docs/benchmarks/, or, wi
 `python -m bench environments`: making layers, mounting them, sandboxes of 1, 5 and 61, ways of reading, alone.
 `python -m bench snapshots`: for how long snapshots stop a sandbox, what they and forks take, alone.
 `python -m bench vm`: microvms: booted, cloned, idle, used, alone.
+`python -m bench cluster`: creates a second, and what goes wrong, in a cluster whose nodes are simulated.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from bench import (
     burst,
     calls,
     callsoak,
+    cluster,
     density,
     environments,
     machine,
@@ -68,6 +70,7 @@ def main() -> None:
         ("environments", environments.main),
         ("snapshots", snapshots.main),
         ("vm", vm.main),
+        ("cluster", cluster.main),
     ):
         if sys.argv[1:2] == [name]:
             run(sys.argv[2:])

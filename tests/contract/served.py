@@ -57,7 +57,7 @@ async def serve(service: NodeService, node: NodeId, directory: Path) -> AsyncIte
     rpc = EmbeddedRpc(service, node)
     keeper = Keeper()
     fleet = OneNode(rpc, node)
-    admission = Admission(iam.directory, rpc, fleet.nodes)
+    admission = Admission(iam.directory, rpc, fleet)
     services = Services(
         rpc=rpc, fleet=fleet, iam=iam, gate=Gate(iam.directory), keeper=keeper, admission=admission, version="9"
     )

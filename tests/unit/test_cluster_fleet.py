@@ -269,6 +269,17 @@ async def test_a_key_gives_one_sandbox_whichever_replica_is_asked(cluster: Clust
     assert len(cluster.all()) == 1
 
 
+async def test_what_a_key_has_made_is_answered_when_nothing_new_is_taken(cluster: Cluster) -> None:
+    made = await cluster.create(key="k")
+    cluster.only()
+
+    assert await cluster.create(1, key="k") == made
+    assert await cluster.replicas[2].node_of_key(CALLER.project, "k") == made.node
+    with pytest.raises(CapacityError):
+        await cluster.create(key="other")
+    assert await cluster.one.node_of_key(CALLER.project, "other") is None
+
+
 async def test_a_key_is_of_one_request(cluster: Cluster) -> None:
     await cluster.create(key="k")
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 from dsec.api.explaining import cap_verdict, node_verdicts
+from dsec.cluster.fleet import Fleet
 from dsec.cluster.rpc import Rpc
 from dsec.core.errors import DsecError, ForbiddenError, Outcome, QuotaError
 from dsec.core.ids import NodeId, SandboxId, node_of
@@ -38,22 +39,21 @@ class Admission:
         self,
         directory: Directory,
         rpc: Rpc,
-        nodes: Callable[[], Sequence[NodeId]],
+        fleet: Fleet,
         *,
         slices: SliceStore | None = None,
     ) -> None:
-        """`nodes`: all on which sandboxes of any project may be, now. `slices`: shared with other replicas; None: there
-        are none."""
+        """`slices`: shared with other replicas; None: there are none."""
         self._directory = directory
         self._rpc = rpc
-        self._nodes = nodes
+        self._fleet = fleet
         if slices is None:
             self.ledger = Ledger(LocalSlices(), self.holdings, unknown_s=_UNKNOWN_S)
         else:
             self.ledger = Ledger(slices, self.holdings)
 
     def nodes(self) -> Sequence[NodeId]:
-        return self._nodes()
+        return self._fleet.nodes()
 
     async def create(
         self, body: CreateRequest, work: Callable[[], Coroutine[Any, Any, T]], caller: Caller, key: str | None
@@ -64,9 +64,15 @@ class Admission:
         if not rules:
             return await work()
         request = PlanRequest(create=body)
-        node = self._nodes()[0]
-        spec = body.spec if body.snapshot is None else (await self._plan(node, request, caller, None)).spec
-        return await self._admitted(rules, spec, 1, work, lambda: self._is_known(node, request, caller, key))
+        spec = body.spec
+        if body.snapshot is not None:
+            spec = (await self._plan(self._fleet.nodes()[0], request, caller, None)).spec
+
+        async def is_known() -> bool:
+            node = None if key is None else await self._fleet.node_of_key(caller.project, key)
+            return node is not None and await self._is_known(node, request, caller, key)
+
+        return await self._admitted(rules, spec, 1, work, is_known)
 
     async def fork(self, fork: Fork, work: Callable[[], Coroutine[Any, Any, T]], caller: Caller, key: str | None) -> T:
         """The children are of the sandbox's project, and count there."""
@@ -81,7 +87,7 @@ class Admission:
         """What `create` would do now, with the same checks. Raises what is wrong with the request itself."""
         request = PlanRequest(create=body)
         answers = await asyncio.gather(
-            *(self._plan(node, request, caller, None) for node in self._nodes()), return_exceptions=True
+            *(self._plan(node, request, caller, None) for node in self._fleet.nodes()), return_exceptions=True
         )
         plans = [answer for answer in answers if isinstance(answer, CreatePlan)]
         if not plans:
@@ -116,7 +122,7 @@ class Admission:
         answers = await asyncio.gather(
             *(
                 self._rpc.call(node, Method.HOLDINGS, body, caller=_SELF, timeout_s=_HOLDINGS_S)
-                for node in self._nodes()
+                for node in self._fleet.nodes()
             )
         )
         total: dict[str, Counter[str]] = {}

@@ -29,6 +29,10 @@ class Fleet(Protocol):
         """All on which there may be sandboxes now."""
         ...
 
+    async def node_of_key(self, project: str, key: str) -> NodeId | None:
+        """Which node may have made something for this key before; None: none has."""
+        ...
+
     async def create(self, request: CreateRequest, *, caller: Caller, key: str | None, timeout_s: float) -> Sandbox:
         """As the node does it (`Method.CREATE`): with a key once, whichever replica is asked and however often."""
         ...
@@ -54,6 +58,9 @@ class OneNode:
 
     def nodes(self) -> Sequence[NodeId]:
         return (self._node,)
+
+    async def node_of_key(self, project: str, key: str) -> NodeId | None:
+        return self._node
 
     async def create(self, request: CreateRequest, *, caller: Caller, key: str | None, timeout_s: float) -> Sandbox:
         answer = await self._rpc.call(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, overload
 
 from dsec.cluster.events import EventDesk, EventTail
 from dsec.cluster.members.nodes import Nodes, NodeState, NodeView
@@ -90,6 +90,9 @@ class ManyNodes:
                 f"the create was not done within {timeout_s:g} s", hint="ask again with the same Idempotency-Key"
             ) from error
 
+    async def node_of_key(self, project: str, key: str) -> NodeId | None:
+        return await self._operations.node_of(project, key)
+
     def nodes(self) -> Sequence[NodeId]:
         now = self._clock.monotonic_s()
         return [view.id for view in self._nodes if view.state(now) in (NodeState.LIVE, NodeState.SUSPECT)]
@@ -98,10 +101,7 @@ class ManyNodes:
         """Raises CapacityError when no node takes it now, UnsupportedError when none ever would."""
         now = self._clock.monotonic_s()
         ask = ask_of(request.spec)
-        for view in self._nodes:
-            # What a heartbeat tells is a moment old when it comes.
-            self._overlay.seen(view.id, view.loaded_at - _HEARTBEAT_LAG_S)
-        candidates = [_candidate(view, ask, now) for view in self._nodes if view.card is not None]
+        candidates = _Candidates([view for view in self._nodes if view.card is not None], ask, self._overlay, now)
         found = choose(candidates, ask, overlay=self._overlay, rng=self._rng, tried=tried)
         if found is None:
             raise _no_node(refusals(candidates, ask, self._overlay), ask, tried)
@@ -246,18 +246,23 @@ class _Create:
             raise
 
     async def _operation(self) -> Operation | None:
+        """Nearly every key is new, so that is tried first: it is one write, and no question."""
         if self._key is None:
             return None
         operations, project = self._fleet.operations, self._caller.project
         while True:
-            left_s = self._fleet.left_s(self._until)
-            known = await operations.again(project, self._key, self._request, timeout_s=left_s)
-            if known is not None:
-                return known
+            left_s, full = self._fleet.left_s(self._until), None
             try:
                 return await operations.begin(project, self._key, self._request, self._choose(), timeout_s=left_s)
             except ConflictError:
-                continue  # another replica was faster: it is known now
+                pass  # it is known
+            except (CapacityError, UnsupportedError) as error:
+                full = error  # what was made before for the key is answered all the same
+            known = await operations.again(project, self._key, self._request, timeout_s=left_s)
+            if known is not None:
+                return known
+            if full is not None:
+                raise full
 
     def _choose(self) -> NodeId:
         return self._fleet.choose(self._request, self._tried)
@@ -309,6 +314,35 @@ def _is_refusal(error: DsecError, *, first: bool) -> bool:
     if isinstance(error, (NodeRetiredError, *_REFUSALS)):
         return True
     return first and isinstance(error, UnavailableError) and error.outcome == Outcome.UNCHANGED
+
+
+class _Candidates(Sequence[Candidate]):
+    """Made as they are looked at: of many nodes, a create looks at a few."""
+
+    def __init__(self, views: Sequence[NodeView], ask: Ask, overlay: Overlay, now: float) -> None:
+        self._views = views
+        self._ask = ask
+        self._overlay = overlay
+        self._now = now
+        self._made: dict[int, Candidate] = {}
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    @overload
+    def __getitem__(self, place: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, place: int | slice) -> Candidate | Sequence[Candidate]:
+        if isinstance(place, slice):
+            return [self[one] for one in range(*place.indices(len(self)))]
+        found = self._made.get(place)
+        if found is None:
+            view = self._views[place]
+            # What a heartbeat tells is a moment old when it comes.
+            self._overlay.seen(view.id, view.loaded_at - _HEARTBEAT_LAG_S)
+            found = self._made[place] = _candidate(view, self._ask, self._now)
+        return found
 
 
 def _candidate(view: NodeView, ask: Ask, now: float) -> Candidate:

@@ -83,6 +83,11 @@ class Operations:
                 continue
         raise UnavailableError(f"a key is tried by many at once: {key[:40]!r}", retry_after_s=1.0)
 
+    async def node_of(self, project: str, key: str) -> NodeId | None:
+        """Which node a key is at; None: it is not known."""
+        entry = await self._registry.get(Bucket.OPS, key_of(project, key))
+        return None if entry is None else NodeId(unpack(entry.value, _Stored).node)
+
     async def begin(
         self, project: str, key: str, request: CreateRequest, node: NodeId, *, timeout_s: float
     ) -> Operation:

@@ -7,7 +7,7 @@ chosen decides last, and what it refuses is placed again, on another one.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -186,17 +186,29 @@ def _draw(
     nodes: Sequence[Candidate], ask: Ask, overlay: Overlay, rng: random.Random, tried: Collection[NodeId]
 ) -> Candidate | None:
     fits: list[Candidate] = []
-    drawn = min(len(nodes), SAMPLE * DRAWS)
-    for place in rng.sample(range(len(nodes)), drawn):
+    for place in _places(len(nodes), rng):
         node = nodes[place]
         if node.id not in tried and why_not(node, ask, overlay) is None:
             fits.append(node)
             if len(fits) == SAMPLE:
                 break
-    if not fits and drawn < len(nodes):
+    if not fits and len(nodes) > SAMPLE * DRAWS:
         every = [node for node in nodes if node.id not in tried and why_not(node, ask, overlay) is None]
         fits = every if len(every) <= SAMPLE else rng.sample(every, SAMPLE)
     return min(fits, key=lambda node: cost(node, ask, overlay), default=None)
+
+
+def _places(count: int, rng: random.Random) -> Iterator[int]:
+    """Different ones at random, SAMPLE * DRAWS at most, drawn as they are asked for."""
+    if count <= SAMPLE * DRAWS:
+        yield from rng.sample(range(count), count)
+        return
+    drawn: set[int] = set()
+    while len(drawn) < SAMPLE * DRAWS:
+        place = int(rng.random() * count)
+        if place not in drawn:
+            drawn.add(place)
+            yield place
 
 
 def fullness(nodes: Iterable[Candidate], ask: Ask, overlay: Overlay) -> float:

@@ -12,7 +12,7 @@ from dsec.core.errors import InvalidArgumentError
 from dsec.core.limits import REGISTRY_KEY_BYTES_MAX, REGISTRY_TTL_S_MAX, REGISTRY_VALUE_BYTES_MAX
 
 _KEY: Final = re.compile(r"[A-Za-z0-9_=-]+(?:\.[A-Za-z0-9_=-]+)*\Z")
-_PLAIN: Final = re.compile(r"[A-Za-z0-9_-]")
+_ESCAPED: Final = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class Bucket(enum.StrEnum):
@@ -91,12 +91,11 @@ def key_of(*parts: str) -> str:
 
 def _token(text: str) -> str:
     # '=' escapes, as '%' does in URLs: it is what the engine's keys may hold beside letters and digits.
-    done = "".join(char if _PLAIN.match(char) else "".join(f"={byte:02X}" for byte in _bytes(char)) for char in text)
-    return done or "=="
+    return _ESCAPED.sub(_escape, text) or "=="
 
 
-def _bytes(char: str) -> bytes:
-    return char.encode("utf-8", "surrogatepass")
+def _escape(found: re.Match[str]) -> str:
+    return "".join(f"={byte:02X}" for byte in found[0].encode("utf-8", "surrogatepass"))
 
 
 def check_key(key: str) -> str:

@@ -21,6 +21,7 @@ class Right(enum.StrEnum):
 
 ORDER = {str(right): place for place, right in enumerate(Right)}
 ALL_RIGHTS = frozenset(str(right) for right in Right)
+_UP_TO = [frozenset(list(ORDER)[:count]) for count in range(len(ORDER) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,7 @@ class Principal:
 
 def closed_rights(rights: Iterable[str]) -> frozenset[str]:
     """`rights` and what they include. Raises ValueError for a word that is no right."""
-    order = list(Right)
-    highest = max((order.index(Right(right)) for right in rights), default=-1)
-    return frozenset(map(str, order[: highest + 1]))
+    return _UP_TO[max((ORDER[Right(right)] for right in rights), default=-1) + 1]
 
 
 def highest_right(rights: Iterable[str]) -> str:

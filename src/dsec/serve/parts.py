@@ -101,7 +101,7 @@ class ApiPart:
         iam = await self._iam(registry)
         self._stack.push_async_callback(iam.close)
         slices = None if registry is None else SharedSlices(registry)
-        admission = Admission(iam.directory, rpc, fleet.nodes, slices=slices)
+        admission = Admission(iam.directory, rpc, fleet, slices=slices)
         self._stack.push_async_callback(admission.close)
         services = Services(
             rpc=rpc,

@@ -95,6 +95,9 @@ class NatsServers:
                 start_new_session=True,
             )
 
+    def pid(self, number: int) -> int:
+        return self._processes[number].pid
+
     def kill(self, number: int, sign: int = signal.SIGKILL) -> None:
         """Returns when it has ended."""
         process = self._processes.pop(number)
