@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,6 +62,7 @@ _WARM = "[node.warm]\nspares_max = 8\nlow = 4\nhigh = 8"
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # services and sandboxes of ours end, too
     for name, run in (
         ("calls", calls.main),
         ("calls-soak", callsoak.main),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import resource
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import uvloop
 
@@ -22,7 +24,8 @@ from dsec.serve.service import LocalService, Running
 
 log = get_logger(__name__)
 
-_FORCED = 130  # exit status after the third signal
+_FORCED: Final = 130  # exit status after the third signal
+_M_ARENA_MAX: Final = -8  # malloc.h
 
 
 def run_up(config: ServeConfig, *, ready: Callable[[], None] | None = None, to_file: bool = False) -> int:
@@ -44,6 +47,7 @@ def run_service(
     that outlive their node run on in every case. Raises ConflictError when another service has the run directory.
     """
     os.umask(0o077)
+    _share_heap()
     _raise_descriptors()
     _make_directories(config)
     lock = RunLock.acquire(Path(config.run_dir), lock_name)
@@ -55,6 +59,13 @@ def run_service(
     if failure is not None:
         raise failure
     return 0
+
+
+def _share_heap() -> None:
+    """By default each thread gets a heap of its own, which keeps what its busiest moment took: memory would grow for as
+    long as there are busier ones (mallopt(3), M_ARENA_MAX of glibc). Other C libraries have nothing to set."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_ARENA_MAX, 1)
 
 
 async def _serve(service: Running, ready: Callable[[], None] | None) -> DsecError | None:
