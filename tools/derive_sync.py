@@ -32,6 +32,7 @@ MODULES = (
     "projects",
     "grants",
     "snapshots",
+    "jobs",
     "sandbox",
     "client",
 )

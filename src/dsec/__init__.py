@@ -44,12 +44,15 @@ if TYPE_CHECKING:
     from dsec.sdk.files import AsyncFiles as AsyncFiles
     from dsec.sdk.files import AsyncWatch as AsyncWatch
     from dsec.sdk.grants import AsyncGrants as AsyncGrants
+    from dsec.sdk.jobs import AsyncJob as AsyncJob
+    from dsec.sdk.jobs import AsyncJobs as AsyncJobs
     from dsec.sdk.layers import AsyncLayers as AsyncLayers
     from dsec.sdk.machines import AsyncMachines as AsyncMachines
     from dsec.sdk.ports import AsyncConnection as AsyncConnection
     from dsec.sdk.process import AsyncProcess as AsyncProcess
     from dsec.sdk.projects import AsyncProjects as AsyncProjects
     from dsec.sdk.pty import AsyncPty as AsyncPty
+    from dsec.sdk.reports import JobReport as JobReport
     from dsec.sdk.results import Chunk as Chunk
     from dsec.sdk.results import ExecResult as ExecResult
     from dsec.sdk.results import ExecUsage as ExecUsage
@@ -64,6 +67,8 @@ if TYPE_CHECKING:
     from dsec.sdk.sync import Environments as Environments
     from dsec.sdk.sync import Files as Files
     from dsec.sdk.sync import Grants as Grants
+    from dsec.sdk.sync import Job as Job
+    from dsec.sdk.sync import Jobs as Jobs
     from dsec.sdk.sync import Layers as Layers
     from dsec.sdk.sync import Machines as Machines
     from dsec.sdk.sync import Process as Process
@@ -111,6 +116,7 @@ if TYPE_CHECKING:
     from dsec.wire.images import ExportedImage as ExportedImage
     from dsec.wire.images import LayoutTarget as LayoutTarget
     from dsec.wire.images import RegistryTarget as RegistryTarget
+    from dsec.wire.jobs import JobInfo as JobInfo
     from dsec.wire.layers import EnvironmentDiff as EnvironmentDiff
     from dsec.wire.layers import LayerInfo as LayerInfo
     from dsec.wire.machines import MachineInfo as MachineInfo
@@ -136,6 +142,8 @@ _NAMES: Final[dict[str, str]] = {
     "AsyncConnection": "dsec.sdk.ports",
     "AsyncCreated": "dsec.sdk.client",
     "AsyncEnvironments": "dsec.sdk.environments",
+    "AsyncJob": "dsec.sdk.jobs",
+    "AsyncJobs": "dsec.sdk.jobs",
     "AsyncLayers": "dsec.sdk.layers",
     "AsyncFiles": "dsec.sdk.files",
     "AsyncProcess": "dsec.sdk.process",
@@ -190,6 +198,10 @@ _NAMES: Final[dict[str, str]] = {
     "GcReport": "dsec.wire.collect",
     "GitSource": "dsec.wire.environments",
     "History": "dsec.wire.environments",
+    "Job": "dsec.sdk.sync",
+    "JobInfo": "dsec.wire.jobs",
+    "JobReport": "dsec.sdk.reports",
+    "Jobs": "dsec.sdk.sync",
     "LayerInfo": "dsec.wire.layers",
     "LayerUse": "dsec.wire.environments",
     "Layers": "dsec.sdk.sync",

@@ -19,8 +19,13 @@ from dsec.api.request import Services
 from dsec.api.routes import ROUTES
 from dsec.api.routing import RouteTable
 from dsec.api.server import HttpServer, TcpAddress
+from dsec.cluster.embedded.database import Database
+from dsec.cluster.embedded.registry import EmbeddedRegistry
 from dsec.cluster.fleet import OneNode
+from dsec.cluster.jobs.orders import Orders
+from dsec.cluster.jobs.table import Jobs
 from dsec.cluster.rpc import EmbeddedRpc
+from dsec.core.clock import SystemClock
 from dsec.core.ids import NodeId
 from dsec.iam.peers import Peer, local_principal
 from dsec.iam.principals import highest_right
@@ -58,8 +63,21 @@ async def serve(service: NodeService, node: NodeId, directory: Path) -> AsyncIte
     keeper = Keeper()
     fleet = OneNode(rpc, node)
     admission = Admission(iam.directory, rpc, fleet)
+    database = await Database.open(directory / "shared.db")
+    registry = EmbeddedRegistry(database, SystemClock())
+    await registry.start()
+    jobs = Jobs(registry, SystemClock())
+    await jobs.start()
     services = Services(
-        rpc=rpc, fleet=fleet, iam=iam, gate=Gate(iam.directory), keeper=keeper, admission=admission, version="9"
+        rpc=rpc,
+        fleet=fleet,
+        iam=iam,
+        gate=Gate(iam.directory),
+        keeper=keeper,
+        admission=admission,
+        jobs=jobs,
+        orders=Orders(rpc, fleet),
+        version="9",
     )
     server = HttpServer(Application(RouteTable(ROUTES), services))
     path = directory / "api.sock"
@@ -77,6 +95,9 @@ async def serve(service: NodeService, node: NodeId, directory: Path) -> AsyncIte
             await rpc.close()
             await admission.close()
             await iam.close()
+            await jobs.close()
+            await registry.close()
+            await database.close()
 
 
 async def until(condition: Callable[[], Any], *, deadline_s: float = 60.0) -> None:

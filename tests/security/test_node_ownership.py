@@ -37,6 +37,9 @@ from dsec.wire.snapshots import Fork, ForkRequest, Rollback, RollbackRequest, Sn
 NO_SANDBOX = {
     Method.HOLDINGS,
     Method.EVENTS,  # tests/unit/test_node_events.py has what other projects see
+    # tests/unit/test_node_jobs.py has what other projects see of these.
+    Method.JOB_COUNT,
+    Method.JOB_ACT,
     Method.USAGE,  # tests/unit/test_node_usage.py has what other projects see
     Method.CREATE,
     Method.LIST,

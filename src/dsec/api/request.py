@@ -17,6 +17,8 @@ from dsec.api.openstreams import OpenStreams
 from dsec.api.query import text_of
 from dsec.api.routing import Found
 from dsec.cluster.fleet import Fleet
+from dsec.cluster.jobs.orders import Orders
+from dsec.cluster.jobs.table import Jobs
 from dsec.cluster.rpc import Rpc
 from dsec.core.errors import DeadlineError, InvalidArgumentError, LimitError
 from dsec.core.ids import ExecId, NodeId, SandboxId, node_of, parse_exec_id, parse_sandbox_id
@@ -50,6 +52,8 @@ class Services:
     gate: Gate
     keeper: Keeper
     admission: Admission
+    jobs: Jobs
+    orders: Orders
     version: str
     streams: OpenStreams = field(default_factory=OpenStreams)
     bodies: Bodies = field(default_factory=Bodies)

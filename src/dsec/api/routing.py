@@ -20,7 +20,12 @@ Handler = Callable[["Request"], Awaitable["Answer | None"]]
 SocketHandler = Callable[["Request", "Socket"], Awaitable[None]]
 
 WEBSOCKET: Final = "WS"
-_CHANGE_NOTHING: Final = ("/v1/calls", "/run_code", "/v1/sandboxes:explain")  # that is there afterwards
+_CHANGE_NOTHING: Final = (
+    "/v1/calls",
+    "/run_code",
+    "/v1/sandboxes:explain",
+    "/v1/jobs/{name}/heartbeat",
+)  # that is there afterwards
 
 
 @dataclass(frozen=True, slots=True)

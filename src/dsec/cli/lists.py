@@ -26,6 +26,7 @@ from dsec.cli.options import (
     Datasets,
     Disk,
     Env,
+    Job,
     Labels,
     Memory,
     Name,
@@ -67,6 +68,7 @@ def create(
     network: Annotated[str, typer.Option(metavar="MODE", help="none: loopback only.")] = "none",
     name: Name = None,
     label: Labels = None,
+    job: Job = None,
     ttl_running: TtlRunning = None,
     ttl_idle: TtlIdle = None,
     privilege_gain: Annotated[
@@ -111,6 +113,7 @@ def create(
                 network=network,
                 name=name,
                 labels=parse_pairs(label, "label"),
+                job=job,
                 ttl_running_s=ttl_running,
                 ttl_idle_s=ttl_idle,
                 privilege_gain=privilege_gain,
@@ -132,6 +135,7 @@ def create(
 def ls(
     label: Labels = None,
     name: Name = None,
+    job: Job = None,
     all: Annotated[bool, typer.Option("--all", "-a", help="Also those that have ended within a day.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the ids.")] = False,
     json: Json = False,
@@ -142,7 +146,7 @@ def ls(
         silent: set[str] = set()
         async with client() as c:
             states = _STATES if all else ()
-            found = await c.list(labels=parse_pairs(label, "label"), name=name, states=states, missing=silent)
+            found = await c.list(labels=parse_pairs(label, "label"), name=name, job=job, states=states, missing=silent)
         if silent:
             complain(f"warning: these nodes did not answer, and theirs are not here: {', '.join(sorted(silent))}")
         if settings.json:
@@ -159,13 +163,14 @@ def ls(
                 i.name or "",
                 i.state if i.cause is None else f"{i.state} ({i.cause})",
                 i.environment,
+                i.job or "",
                 age(now - i.created_at),
                 str(i.execs_live),
                 ",".join(f"{k}={v}" for k, v in sorted(i.labels.items())),
             )
             for i in (sandbox.info for sandbox in found)
         ]
-        table(("ID", "NAME", "STATE", "ENVIRONMENT", "AGE", "EXECS", "LABELS"), rows)
+        table(("ID", "NAME", "STATE", "ENVIRONMENT", "JOB", "AGE", "EXECS", "LABELS"), rows)
 
     run_async(work())
 

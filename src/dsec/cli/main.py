@@ -24,6 +24,7 @@ from dsec.cli import (
     gc,
     grants,
     images,
+    jobs,
     layers,
     lists,
     logs,
@@ -119,6 +120,7 @@ for part in (
 cluster.register(app)
 app.add_typer(calls.app, name="calls")
 app.add_typer(environments.app, name="env")
+app.add_typer(jobs.app, name="job")
 app.add_typer(layers.app, name="layer")
 app.add_typer(images.app, name="image")
 app.add_typer(snapshots.app, name="snapshot")

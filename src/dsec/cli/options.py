@@ -41,6 +41,7 @@ Labels = Annotated[
 Name = Annotated[
     str | None, typer.Option("--name", "-n", metavar="NAME", help="Instead of its id, for people.", show_default=False)
 ]
+Job = Annotated[str | None, typer.Option(metavar="NAME", help="Of this job.", show_default=False)]
 TtlRunning = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="From now until it is destroyed.", show_default=False)
 ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dsec.cli.page import OF_SERVICE, Page
 from dsec.cli.page_of_clusters import CLUSTER
+from dsec.cli.page_of_jobs import JOBS
 from dsec.cli.page_of_machines import MACHINES
 
 if TYPE_CHECKING:
@@ -424,6 +425,7 @@ PAGES: Final[dict[str, Page]] = {
         "a GcReport record",
     ),
     **MACHINES,
+    **JOBS,
     "volume create": Page(
         "It belongs to your project and outlives sandboxes. With --size no more can be written in it, in bytes and in "
         "files; refused where that cannot be kept. --owner for images whose programs do not run as root. Needs the "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from dsec.cli.console import Json, age, client, lay_out, put_json, run_async, say, settings, when
+from dsec.cli.options import Job
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ def usage(
     project: Annotated[
         str | None, typer.Argument(metavar="PATH", help="This project and those below; yours without.")
     ] = None,
-    by: Annotated[str, typer.Option(metavar="WHAT", help="project, day or sandbox.")] = "project",
+    by: Annotated[str, typer.Option(metavar="WHAT", help="project, day, job or sandbox.")] = "project",
+    job: Job = None,
     since: _Moment = None,
     until: _Moment = None,
     limit: Annotated[int, typer.Option(metavar="COUNT", help="Of sandboxes, at most.")] = 100,
@@ -35,7 +37,7 @@ def usage(
         now = time.time()
         async with client() as c:
             return await c.usage(
-                project, by=by, since=_moment(since, now) or 0.0, until=_moment(until, now), limit=limit
+                project, by=by, job=job, since=_moment(since, now) or 0.0, until=_moment(until, now), limit=limit
             )
 
     page = run_async(work())
@@ -52,11 +54,18 @@ def usage(
 
 def _totals(totals: list[UsageTotal]) -> list[str]:
     days = any(total.day for total in totals)
+    jobs = any(total.job for total in totals)
     rows = [
-        (total.project, *([total.day or ""] if days else []), str(total.sandboxes), *_figures(total))
+        (
+            total.project,
+            *([total.day or ""] if days else []),
+            *([total.job or ""] if jobs else []),
+            str(total.sandboxes),
+            *_figures(total),
+        )
         for total in totals
     ]
-    return lay_out(("PROJECT", *(["DAY"] if days else []), "SANDBOXES", *_HEADINGS), rows)
+    return lay_out(("PROJECT", *(["DAY"] if days else []), *(["JOB"] if jobs else []), "SANDBOXES", *_HEADINGS), rows)
 
 
 def _sandboxes(records: list[UsageRecord]) -> list[str]:

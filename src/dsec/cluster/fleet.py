@@ -33,6 +33,10 @@ class Fleet(Protocol):
         """Which node may have made something for this key before; None: none has."""
         ...
 
+    def silent(self) -> Sequence[NodeId]:
+        """Those on which there may be more, and that cannot be asked now."""
+        ...
+
     async def create(self, request: CreateRequest, *, caller: Caller, key: str | None, timeout_s: float) -> Sandbox:
         """As the node does it (`Method.CREATE`): with a key once, whichever replica is asked and however often."""
         ...
@@ -61,6 +65,9 @@ class OneNode:
 
     async def node_of_key(self, project: str, key: str) -> NodeId | None:
         return self._node
+
+    def silent(self) -> Sequence[NodeId]:
+        return ()
 
     async def create(self, request: CreateRequest, *, caller: Caller, key: str | None, timeout_s: float) -> Sandbox:
         answer = await self._rpc.call(

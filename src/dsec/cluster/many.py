@@ -97,6 +97,11 @@ class ManyNodes:
         now = self._clock.monotonic_s()
         return [view.id for view in self._nodes if view.state(now) in (NodeState.LIVE, NodeState.SUSPECT)]
 
+    def silent(self) -> Sequence[NodeId]:
+        now = self._clock.monotonic_s()
+        away = (NodeState.AWAY, NodeState.LOST)
+        return [view.id for view in self._nodes if view.member is not None and view.state(now) in away]
+
     def choose(self, request: CreateRequest, tried: set[NodeId]) -> NodeId:
         """Raises CapacityError when no node takes it now, UnsupportedError when none ever would."""
         now = self._clock.monotonic_s()

@@ -22,6 +22,7 @@ class Bucket(enum.StrEnum):
     MEMBERS = "MEMBERS"  # <node> → which installation and generation it is, and what an operator wants of it
     LEASES = "LEASES"  # <what> → who holds it
     NAMES = "NAMES"  # <project>.<name> → sandbox
+    JOBS = "JOBS"  # <project>.<name> → its lease and state
     POOLS = "POOLS"  # <environment digest> → spares wanted
     SANDBOXES = "SANDBOXES"  # <node>.<sandbox> → last known state, for when the node is gone
     IAM = "IAM"  # <number> → a batch of changes of projects, principals, grants and tokens

@@ -80,6 +80,7 @@ USAGE_RECORDS_KEEP_S: Final = 35 * 86_400.0  # five weeks: a month can be looked
 USAGE_RECORDS_MAX: Final = 500_000  # sandboxes in the journal of a node, some 300 bytes each; the oldest go first
 USAGE_DAYS_KEEP_S: Final = 400 * 86_400.0  # a year and a month: sums can be compared with those of a year ago
 USAGE_DAYS_MAX: Final = 500_000  # sums of one project and one day; the oldest go first
+USAGE_JOBS_MAX: Final = 200_000  # sums of one job, some 150 bytes each; the oldest go first
 IDEMPOTENCY_TTL_S: Final = 86_400.0  # a day; how long a create may be asked for again under its key
 IDEMPOTENCY_KEYS_MAX: Final = 200_000  # rows in the journal of a node; the oldest go first
 RECORDS_BYTES_MAX: Final = 1 * GIB  # output kept of one sandbox over all its execs; the oldest ended go first
@@ -242,6 +243,22 @@ EVENTS_RECORD_BYTES_MAX: Final = 128 * KIB  # of such a record: below LOG_RECORD
 EVENTS_TAIL_MAX: Final = 16_384  # kept in memory by a replica, some 500 bytes each; who is further behind reads the log
 EVENTS_QUIET_S: Final = 15.0  # without an event a reader is told how far it is, and proxies that it lives
 EVENT_NUMBER_MAX: Final = (1 << 63) - 1  # what a journal and a log count to
+
+# Jobs
+JOBS_MAX: Final = 20_000  # of a deployment; every replica keeps them in memory, some 500 bytes each
+JOBS_PER_PROJECT_MAX: Final = 1_000  # so that one project does not take all of them
+JOB_LEASE_S_MIN: Final = 2.0  # below it a pause of a client's garbage collector is a missed lease
+JOB_LEASE_S_MAX: Final = 366 * 86_400.0  # a year; what is to live longer has no lease
+JOB_LEASE_S_DEFAULT: Final = 60.0  # of `client.job(…)`, which renews it four times as often
+JOB_GRACE_S_DEFAULT: Final = 300.0  # for a client that is started again before what cannot be paused is stopped
+JOB_GRACE_S_MAX: Final = 30 * 86_400.0  # thirty days; a longer grace is no lease
+JOB_KEPT_S: Final = 86_400.0  # a day; how long a job that was stopped can be asked for, as tombstones
+JOB_SLICE_ITEMS_MAX: Final = 256  # sandboxes that a node acts on for one call; then it is called again
+JOB_SLICE_S: Final = 20.0  # after so long a node begins with no further one for the same call
+JOB_ITEM_S: Final = 60.0  # for one sandbox; one that takes longer is told as such, and looked at again
+JOB_ITEMS_AT_ONCE_MAX: Final = 16  # of one order on one node; pausing and removing take its processors and its disk
+JOB_NODES_AT_ONCE_MAX: Final = 64  # that one order is under way at
+JOB_ORDERS_KEPT: Final = 10_000  # jobs of which a node remembers the last order, so that a late one changes nothing
 
 # Connections between API and node
 LINK_FRAME_BYTES_MAX: Final = 1 * MIB + 64  # one frame of a stream, with what carries it

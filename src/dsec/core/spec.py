@@ -158,6 +158,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ready: ReadyProbe | None = None  # the create returns once it succeeds
     volumes: tuple[VolumeMount, ...] = ()
     place: Place | None = None  # which nodes it may be on
+    job: str | None = None  # of its project: it is paused and stopped with the others of the job
 
     def __post_init__(self) -> None:
         _within("cpu", self.cpu, limits.CPU_MIN, limits.CPU_MAX, "cores")
@@ -172,6 +173,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise InvalidArgumentError("a ready probe waits for what start=True starts", hint="set start=True, too")
         if self.name is not None:
             parse_name(self.name, "sandbox name")
+        if self.job is not None:
+            parse_name(self.job, "job name")
         check_env(self.env)
         check_labels(self.labels)
         check_volumes(self.volumes)

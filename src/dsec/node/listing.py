@@ -91,5 +91,6 @@ def _matches(sandbox: Sandbox, query: ListQuery, states: set[SandboxState] | Non
         reaches(project, sandbox.project)
         and (states is None or sandbox.state in states)
         and (query.name is None or sandbox.name == query.name)
+        and (query.job is None or sandbox.job == query.job)
         and all(sandbox.labels.get(key) == value for key, value in query.labels.items())
     )

@@ -40,6 +40,7 @@ from dsec.node.exectable import ExecTable
 from dsec.node.expiry import expire
 from dsec.node.forking import Forks
 from dsec.node.host import boot_id, memory_available_bytes, memory_total_bytes
+from dsec.node.jobs import NodeJobs
 from dsec.node.journal import Journal
 from dsec.node.reaper import Reaper
 from dsec.node.registry import Registry
@@ -113,6 +114,7 @@ class Node:
         self.snapshots: Snapshots
         self.forks: Forks
         self.rollbacks: Rollbacks
+        self.jobs: NodeJobs
         self.warm: WarmPool
         self.volumes: Volumes
         self.ended: EndedRecords
@@ -200,6 +202,7 @@ class Node:
         await self._sweep()
         await self._sort_records()
         self.adoption = Adoption(self._services, self.registry, self.backends, self.environments, boot)
+        self.jobs = NodeJobs(self.id, self.registry, self.clock.monotonic_s, self.adoption.settled)
         self.adoption.begin()
         self.warm.discard_left()
         await self.journal.prune(self.clock.wall_s())

@@ -18,6 +18,7 @@ class Registry:
     def __init__(self) -> None:
         self._by_id: dict[str, Supervisor] = {}
         self._by_name: dict[tuple[str, str], str] = {}
+        self._by_job: dict[tuple[str, str], set[str]] = {}
         self._order: list[Place] = []
         self.memory_promised_bytes = 0
         self.holdings = ProjectHoldings()
@@ -55,6 +56,8 @@ class Registry:
         if name is not None:
             self._by_name[name] = sandbox.id
         self._by_id[sandbox.id] = sandbox
+        if sandbox.row.spec.job is not None:
+            self._by_job.setdefault((sandbox.row.project, sandbox.row.spec.job), set()).add(sandbox.id)
         insort(self._order, _place(sandbox))
         self.memory_promised_bytes += sandbox.row.spec.memory_bytes
         self.holdings.add(sandbox.row.project, sandbox.row.spec)
@@ -66,6 +69,11 @@ class Registry:
         name = self._name(sandbox)
         if name is not None and self._by_name.get(name) == sandbox.id:
             del self._by_name[name]
+        if sandbox.row.spec.job is not None:
+            job = (sandbox.row.project, sandbox.row.spec.job)
+            self._by_job[job].discard(id)
+            if not self._by_job[job]:
+                del self._by_job[job]
         del self._order[bisect_right(self._order, _place(sandbox)) - 1]
         self.memory_promised_bytes -= sandbox.row.spec.memory_bytes
         self.holdings.remove(sandbox.row.project, sandbox.row.spec)
@@ -79,6 +87,9 @@ class Registry:
 
     def find(self, id: str) -> Supervisor | None:
         return self._by_id.get(id)
+
+    def of_job(self, project: str, job: str) -> list[Supervisor]:
+        return [self._by_id[id] for id in self._by_job.get((project, job), ())]
 
     def after(self, place: Place) -> Iterator[tuple[Place, Supervisor]]:
         """In order of creation, strictly after `place`. Ends early when the registry changes meanwhile; ask again."""

@@ -16,6 +16,7 @@ _READ: Final = (
     Method.GET,
     Method.LIST,
     Method.METRICS,
+    Method.JOB_COUNT,
     Method.USAGE,
     Method.EVENTS,
     Method.EXEC_GET,

@@ -45,6 +45,7 @@ from dsec.wire.environments import BuildRequest, EnvironmentPage, EnvironmentRef
 from dsec.wire.events import EventQuery
 from dsec.wire.iam import Holdings, HoldingsQuery
 from dsec.wire.images import ExportRequest
+from dsec.wire.jobs import JobCounts, JobOrder, JobPart, JobQuery
 from dsec.wire.node import Caller, Done, Method, Stream
 from dsec.wire.plans import CreatePlan, PlanRequest
 from dsec.wire.usage import UsagePage, UsageQuery
@@ -75,6 +76,8 @@ class Service:
             Method.SET_TTL: (wire.SetTtl, self._set_ttl),
             Method.PAUSE: (records.SandboxRef, self._pause),
             Method.RESUME: (records.SandboxRef, self._resume),
+            Method.JOB_COUNT: (JobQuery, self._job_count),
+            Method.JOB_ACT: (JobOrder, self._job_act),
             Method.METRICS: (records.SandboxRef, self._metrics),
             Method.EXEC_START: (wire.ExecStart, self._exec_start),
             Method.EXEC_GET: (records.ExecQuery, self._exec_get),
@@ -236,6 +239,12 @@ class Service:
         sandbox = self._sandbox(request.id, caller)
         await sandbox.resume()
         return sandbox.view()
+
+    async def _job_count(self, request: JobQuery, caller: Caller, _: str | None) -> JobCounts:
+        return self._node.jobs.count(request, caller)
+
+    async def _job_act(self, request: JobOrder, caller: Caller, _: str | None) -> JobPart:
+        return await self._node.jobs.act(request, caller)
 
     async def _metrics(self, request: records.SandboxRef, caller: Caller, _: str | None) -> records.Metrics:
         return await self._sandbox(request.id, caller).measure()

@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from dsec.core.errors import InvalidArgumentError, NotFoundError
-from dsec.core.limits import USAGE_DAYS_KEEP_S, USAGE_DAYS_MAX, USAGE_RECORDS_KEEP_S, USAGE_RECORDS_MAX
+from dsec.core.limits import USAGE_DAYS_KEEP_S, USAGE_DAYS_MAX, USAGE_JOBS_MAX, USAGE_RECORDS_KEEP_S, USAGE_RECORDS_MAX
 from dsec.node.rights import project_seen, reaches
 from dsec.node.rows import Tombstone
 from dsec.wire.codec import pack, unpack
@@ -34,10 +36,22 @@ CREATE TABLE IF NOT EXISTS usage_days (
     PRIMARY KEY (project, day)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS usage_days_day ON usage_days (day);
+CREATE TABLE IF NOT EXISTS usage_jobs (
+    project TEXT NOT NULL, job TEXT NOT NULL, ended_at REAL NOT NULL, sandboxes INTEGER NOT NULL, cpu_s REAL NOT NULL,
+    memory_gib_s REAL NOT NULL, frozen_s REAL NOT NULL, lived_s REAL NOT NULL, output_bytes INTEGER NOT NULL,
+    PRIMARY KEY (project, job)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS usage_jobs_ended ON usage_jobs (ended_at);
 """
 _DAY_S: Final = 86_400
 _SUMS: Final = "sandboxes, cpu_s, memory_gib_s, frozen_s, lived_s, output_bytes"
+_ADDED: Final = (
+    "sandboxes = sandboxes + 1, cpu_s = cpu_s + excluded.cpu_s, memory_gib_s = memory_gib_s + excluded.memory_gib_s, "
+    "frozen_s = frozen_s + excluded.frozen_s, lived_s = lived_s + excluded.lived_s, "
+    "output_bytes = output_bytes + excluded.output_bytes"
+)
 _END: Final = 1e18
+_SCANNED_MAX: Final = 5_000  # records that are looked at for a page of one job; it may come short, with a cursor
 
 
 def put_usage(db: sqlite3.Connection, tombstone: Tombstone) -> None:
@@ -49,33 +63,31 @@ def put_usage(db: sqlite3.Connection, tombstone: Tombstone) -> None:
     )
     if done.rowcount != 1:
         return
+    sums = (record.cpu_s, record.memory_gib_s, record.frozen_s, record.lived_s, record.output_bytes)
     db.execute(
         f"INSERT INTO usage_days (project, day, {_SUMS}) VALUES (?, ?, 1, ?, ?, ?, ?, ?) "
-        "ON CONFLICT (project, day) DO UPDATE SET sandboxes = sandboxes + 1, cpu_s = cpu_s + excluded.cpu_s, "
-        "memory_gib_s = memory_gib_s + excluded.memory_gib_s, frozen_s = frozen_s + excluded.frozen_s, "
-        "lived_s = lived_s + excluded.lived_s, output_bytes = output_bytes + excluded.output_bytes",
-        (
-            record.project,
-            int(ended_at // _DAY_S),
-            record.cpu_s,
-            record.memory_gib_s,
-            record.frozen_s,
-            record.lived_s,
-            record.output_bytes,
-        ),
+        f"ON CONFLICT (project, day) DO UPDATE SET {_ADDED}",
+        (record.project, int(ended_at // _DAY_S), *sums),
     )
+    if record.job is not None:
+        db.execute(
+            f"INSERT INTO usage_jobs (project, job, ended_at, {_SUMS}) VALUES (?, ?, ?, 1, ?, ?, ?, ?, ?) "
+            f"ON CONFLICT (project, job) DO UPDATE SET ended_at = excluded.ended_at, {_ADDED}",
+            (record.project, record.job, ended_at, *sums),
+        )
 
 
 def prune_usage(db: sqlite3.Connection, now: float) -> None:
     db.execute("DELETE FROM usage WHERE ended_at < ?", (now - USAGE_RECORDS_KEEP_S,))
     db.execute("DELETE FROM usage_days WHERE day < ?", (int((now - USAGE_DAYS_KEEP_S) // _DAY_S),))
-    for table, order, most in (
-        ("usage", "ended_at, id", USAGE_RECORDS_MAX),
-        ("usage_days", "day, project", USAGE_DAYS_MAX),
+    db.execute("DELETE FROM usage_jobs WHERE ended_at < ?", (now - USAGE_DAYS_KEEP_S,))
+    for table, key, order, most in (
+        ("usage", "id", "ended_at, id", USAGE_RECORDS_MAX),
+        ("usage_days", "project, day", "day, project", USAGE_DAYS_MAX),
+        ("usage_jobs", "project, job", "ended_at, project, job", USAGE_JOBS_MAX),
     ):
         (count,) = db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()
         if count > most:
-            key = "id" if table == "usage" else "project, day"
             db.execute(
                 f"DELETE FROM {table} WHERE ({key}) IN (SELECT {key} FROM {table} ORDER BY {order} LIMIT ?)",
                 (count - most,),
@@ -88,6 +100,7 @@ def record_of(sandbox: Sandbox, principal: str) -> UsageRecord:
         sandbox=sandbox.id,
         project=sandbox.project,
         principal=principal,
+        job=sandbox.job,
         substrate=sandbox.substrate,
         environment=sandbox.environment,
         created_at=sandbox.created_at,
@@ -126,11 +139,13 @@ async def usage_page(query: UsageQuery, caller: Caller, registry: Registry, jour
     living = []
     if until > now:
         for sandbox in registry:
-            if reaches(project, sandbox.row.project):
+            if reaches(project, sandbox.row.project) and query.job in (None, sandbox.row.spec.job):
                 await sandbox.sample()
                 living.append(record_of(sandbox.view(), sandbox.row.principal))
     if query.by is UsageBy.SANDBOX:
         return _records(query, project, until, living, journal)
+    if query.by is UsageBy.JOB:
+        return UsagePage(totals=_jobs(query, project, until, living, journal))
     return UsagePage(totals=_totals(query, project, until, living, journal, now))
 
 
@@ -163,6 +178,35 @@ def _totals(
     return [found[key] for key in sorted(found, key=lambda key: (key[0], key[1] or 0))]
 
 
+def _jobs(
+    query: UsageQuery, project: str, until: float, living: Iterable[UsageRecord], journal: Journal
+) -> list[UsageTotal]:
+    below, values = _below(project)
+    rows = journal.read(
+        f"SELECT project, job, {_SUMS} FROM usage_jobs WHERE ended_at >= ? AND ended_at < ? AND {below}",
+        (query.since, until, *values),
+    )
+    found: dict[tuple[str, str], UsageTotal] = {}
+    for path, job, *sums in rows:
+        if query.job in (None, job):
+            found[path, job] = UsageTotal(
+                project=path,
+                job=job,
+                sandboxes=sums[0],
+                cpu_s=sums[1],
+                memory_gib_s=sums[2],
+                frozen_s=sums[3],
+                lived_s=sums[4],
+                output_bytes=sums[5],
+            )
+    for record in living:
+        if record.job is not None:
+            total = msgspec.structs.replace(total_of(record, None), job=record.job)
+            known = found.get((record.project, record.job))
+            found[record.project, record.job] = total if known is None else added(known, total)
+    return [found[key] for key in sorted(found)]
+
+
 def _records(query: UsageQuery, project: str, until: float, living: list[UsageRecord], journal: Journal) -> UsagePage:
     """Those that live, oldest first, then those that have ended, newest first."""
     kind, at, id = _parse_cursor(query.cursor)
@@ -177,12 +221,17 @@ def _records(query: UsageQuery, project: str, until: float, living: list[UsageRe
     rows = journal.read(
         f"SELECT body FROM usage WHERE (ended_at, id) < (?, ?) AND ended_at >= ? AND ended_at < ? AND {below} "
         "ORDER BY ended_at DESC, id DESC LIMIT ?",
-        (*before, query.since, until, *values, query.limit - len(found) + 1),
+        (*before, query.since, until, *values, (query.limit - len(found) if query.job is None else _SCANNED_MAX) + 1),
     )
-    ended = [unpack(body, UsageRecord) for (body,) in rows]
-    more = len(ended) > query.limit - len(found)
-    found += ended[: query.limit - len(found)]
-    return UsagePage(records=found, next=f"e:{found[-1].ended_at!r}:{found[-1].sandbox}" if more else None)
+    seen: UsageRecord | None = None
+    for scanned, (body,) in enumerate(rows):
+        if len(found) == query.limit or scanned == _SCANNED_MAX:
+            assert seen is not None  # a page that is full of those that live has been answered above
+            return UsagePage(records=found, next=f"e:{seen.ended_at!r}:{seen.sandbox}")
+        seen = unpack(body, UsageRecord)
+        if query.job in (None, seen.job):
+            found.append(seen)
+    return UsagePage(records=found)
 
 
 def _parse_cursor(cursor: str | None) -> tuple[str, float, str]:

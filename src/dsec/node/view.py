@@ -35,6 +35,7 @@ def view_of(
         pids_max=spec.pids_max,
         network=str(spec.network),
         name=spec.name,
+        job=spec.job,
         labels=spec.labels,
         user=row.user,
         workdir=row.workdir,

@@ -79,6 +79,9 @@ API_REQUESTS: Final = Counter(
 
 NODES: Final = Gauge("dsec_nodes", "Nodes of the cluster, as a watcher sees them.", ["state"], registry=REGISTRY)
 NODES_LOST: Final = Counter("dsec_nodes_lost_total", "Nodes that a watcher has declared lost.", registry=REGISTRY)
+JOB_LEASES_MISSED: Final = Counter(
+    "dsec_job_leases_missed_total", "Leases of jobs that were over.", ["on_missed"], registry=REGISTRY
+)
 
 
 def render() -> bytes:

@@ -30,6 +30,7 @@ from dsec.sdk.endpoint import find_endpoint
 from dsec.sdk.environments import AsyncEnvironments
 from dsec.sdk.events import follow_events
 from dsec.sdk.grants import AsyncGrants
+from dsec.sdk.jobs import AsyncJob, AsyncJobs, make_job
 from dsec.sdk.layers import AsyncLayers
 from dsec.sdk.lines import json_lines
 from dsec.sdk.machines import AsyncMachines
@@ -91,6 +92,7 @@ class AsyncClient:
         self._machines = AsyncMachines(self._transport)
         self._tokens = AsyncTokens(self._transport)
         self._snapshots = AsyncSnapshots(self, self._transport)
+        self._jobs = AsyncJobs(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
@@ -126,6 +128,25 @@ class AsyncClient:
         return self._volumes
 
     @property
+    def jobs(self) -> AsyncJobs:
+        """Sandboxes that are paused, resumed and stopped together, and have a lease."""
+        return self._jobs
+
+    def job(
+        self,
+        name: str,
+        *,
+        lease_s: float | None = limits.JOB_LEASE_S_DEFAULT,
+        on_missed: str = "pause",
+        grace_s: float = limits.JOB_GRACE_S_DEFAULT,
+    ) -> AsyncJob:
+        """A job for an `async with` block: made or found at its beginning, its lease renewed within it, and stopped at
+        its end. When an error leaves the block, or this process ends, nobody renews the lease: what then becomes of its
+        sandboxes is `on_missed`. Arguments as those of `client.jobs.create`."""
+        request = make_job(name, lease_s=lease_s, on_missed=on_missed, grace_s=grace_s)
+        return AsyncJob(self, name, None, request)
+
+    @property
     def tokens(self) -> AsyncTokens:
         """Who may call over the network."""
         return self._tokens
@@ -153,6 +174,7 @@ class AsyncClient:
         project: str | None = None,
         *,
         by: str = "project",
+        job: str | None = None,
         since: float = 0.0,
         until: float | None = None,
         limit: int = 100,
@@ -160,11 +182,12 @@ class AsyncClient:
     ) -> UsagePage:
         """What sandboxes of a project, by default the caller's, and of those below it have used.
 
-        `by`: "project" or "day" give totals, "sandbox" a record of each, `limit` at a time. Of those that ended in
+        `by`: "project", "day" or "job" give totals, "sandbox" a record of each, `limit` at a time. `job`: of this one,
+        by job or sandbox. Of those that ended in
         [since, until) (seconds since the epoch; totals in whole days, UTC), and without `until` of those that live.
         """
         query = {"by": by, "since": f"{since:.3f}", "limit": str(limit)}
-        given = {"project": project, "until": None if until is None else f"{until:.3f}", "cursor": cursor}
+        given = {"project": project, "job": job, "until": None if until is None else f"{until:.3f}", "cursor": cursor}
         query.update({name: value for name, value in given.items() if value is not None})
         return await self._transport.call("GET", "/usage", UsagePage, query=query)
 
@@ -434,6 +457,7 @@ class AsyncClient:
         *,
         labels: Mapping[str, str] | None = None,
         name: str | None = None,
+        job: str | None = None,
         states: tuple[str, ...] = (),
         max_items: int = 10_000,
         metrics: bool = False,
@@ -444,7 +468,7 @@ class AsyncClient:
         found: list[AsyncSandbox] = []
         cursor: str | None = None
         while len(found) < max_items:
-            path = _list_path(labels, name, states, cursor, max_items, metrics)
+            path = _list_path(labels, name, job, states, cursor, max_items, metrics)
             page = await self._transport.call("GET", path, SandboxPage)
             found += [AsyncSandbox(self, info) for info in page.sandboxes]
             if missing is not None:
@@ -508,6 +532,7 @@ def _key(given: str | None) -> str:
 def _list_path(
     labels: Mapping[str, str] | None,
     name: str | None,
+    job: str | None,
     states: tuple[str, ...],
     cursor: str | None,
     most: int,
@@ -518,7 +543,7 @@ def _list_path(
 
     parts = [encode_query({"label": f"{k}={v}"}) for k, v in (labels or {}).items()]
     parts += [encode_query({"state": state}) for state in states]
-    parts.append(encode_query({"name": name, "limit": min(limits.LIST_PAGE_MAX, most), "cursor": cursor}))
+    parts.append(encode_query({"name": name, "job": job, "limit": min(limits.LIST_PAGE_MAX, most), "cursor": cursor}))
     if metrics:
         parts.append(encode_query({"metrics": True}))
     return "/sandboxes?" + "&".join(part for part in parts if part)

@@ -51,6 +51,7 @@ class CreateOptions(TypedDict, total=False):
     ready: Mapping[str, Any] | ReadyProbe | None
     volumes: Sequence[str | VolumeMount]
     place: Place | None
+    job: str | None
 
 
 def make_spec(
@@ -75,6 +76,7 @@ def make_spec(
     ready: Mapping[str, Any] | ReadyProbe | None = None,
     volumes: Sequence[str | VolumeMount] = (),
     place: Place | None = None,
+    job: str | None = None,
 ) -> SandboxSpec:
     return SandboxSpec(
         environment=environment if isinstance(environment, Environment) else Environment(base=environment),
@@ -100,6 +102,7 @@ def make_spec(
             for volume in as_list(volumes, "volumes")
         ),
         place=place,
+        job=job,
     )
 
 

@@ -80,6 +80,7 @@ class AsyncSandbox:
         ready: Mapping[str, Any] | ReadyProbe | None = None,
         volumes: Sequence[str | VolumeMount] = (),
         place: Place | None = None,
+        job: str | None = None,
         snapshot: str | AsyncSnapshot | None = None,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
@@ -94,7 +95,8 @@ class AsyncSandbox:
         says (ENTRYPOINT and CMD): it is `main`. With `ready` this returns once it is so: a `dsec.ReadyProbe`, or its
         fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}. `volumes`: such as "data:/data"
         or "data:/data:ro", or a `dsec.VolumeMount`, which also names datasets of the node. `place`: a `dsec.Place` says
-        which nodes it may be on, and which sandboxes are to spread over them.
+        which nodes it may be on, and which sandboxes are to spread over them. `job`: the name of a job of the project,
+        with which it is paused and stopped.
         `snapshot`: a name, id or Snapshot. The files are those of the snapshotted sandbox then, and so is its
         environment and whatever is left at its default here, but for the name; `env` and `labels` add to it.
         `idempotency_key`: the same key gives the same sandbox (default: a random one, which makes the retries of this
@@ -122,6 +124,7 @@ class AsyncSandbox:
             ready=ready,
             volumes=volumes,
             place=place,
+            job=job,
             snapshot=snapshot,
             idempotency_key=idempotency_key,
             timeout_s=timeout_s,
@@ -157,12 +160,13 @@ class AsyncSandbox:
         *,
         labels: Mapping[str, str] | None = None,
         name: str | None = None,
+        job: str | None = None,
         states: tuple[str, ...] = (),
         max_items: int = 10_000,
         client: AsyncClient | None = None,
     ) -> list[AsyncSandbox]:
         """The sandboxes that have all of `labels`; without `states` those that have not ended."""
-        return await _client(client).list(labels=labels, name=name, states=states, max_items=max_items)
+        return await _client(client).list(labels=labels, name=name, job=job, states=states, max_items=max_items)
 
     # ---- about it ----
 

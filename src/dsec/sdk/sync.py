@@ -19,12 +19,14 @@ from dsec.sdk.client import AsyncClient, AsyncCreated
 from dsec.sdk.environments import AsyncEnvironments
 from dsec.sdk.files import READ_BYTES_DEFAULT, AsyncFiles, AsyncWatch, RemotePath
 from dsec.sdk.grants import AsyncGrants
+from dsec.sdk.jobs import AsyncJob, AsyncJobs
 from dsec.sdk.layers import AsyncLayers
 from dsec.sdk.machines import AsyncMachines
 from dsec.sdk.ports import AsyncConnection
 from dsec.sdk.process import AsyncProcess
 from dsec.sdk.projects import AsyncProjects
 from dsec.sdk.pty import AsyncPty
+from dsec.sdk.reports import JobReport
 from dsec.sdk.requests import Command, CreateOptions
 from dsec.sdk.results import Chunk, ExecResult
 from dsec.sdk.running import OutputCallback
@@ -57,6 +59,7 @@ from dsec.wire.iam import (
     WhoAmI,
 )
 from dsec.wire.images import ExportedImage, ExportTarget
+from dsec.wire.jobs import JobInfo
 from dsec.wire.layers import EnvironmentDiff, LayerInfo
 from dsec.wire.machines import MachineInfo
 from dsec.wire.plans import Explanation
@@ -837,6 +840,105 @@ class Snapshots(Blocking[AsyncSnapshots]):
         portal().run(self._async.remove(name, missing_ok=missing_ok))
 
 
+class Job(Blocking[AsyncJob]):
+    """A job of the client's project. As a context manager it makes the job, renews its lease in the background, and
+    stops it at the end; when an error leaves it, or the process ends, the lease decides.
+
+        with client.job("train-7", lease_s=60) as job:
+            sandboxes = client.create_many(32, "base", job=job.name)
+    """
+
+    @property
+    def name(self) -> str:
+        """Unique in its project; what `job=` of a create takes."""
+        return self._async.name
+
+    @property
+    def info(self) -> JobInfo:
+        """What was last heard of it; `refresh` asks again. Raises InvalidArgumentError before it was made."""
+        return self._async.info
+
+    @property
+    def lost(self) -> DsecError | None:
+        """Why its lease is not renewed any more: it was stopped, or removed. None: all is well."""
+        return self._async.lost
+
+    def refresh(self) -> JobInfo:
+        """Asks for its present state, and for its sandboxes by state. Raises NotFoundError."""
+        return portal().run(self._async.refresh())
+
+    def heartbeat(self) -> JobInfo:
+        """Its lease begins anew; if it was paused because that was missed, it goes on.
+
+        Raises ConflictError when it is stopped.
+        """
+        return portal().run(self._async.heartbeat())
+
+    def extend(self, seconds: float) -> JobInfo:
+        """Its lease is good for so long from now on, whether heartbeats come or not. Raises ConflictError."""
+        return portal().run(self._async.extend(seconds))
+
+    def pause(self) -> JobReport:
+        """Pauses all its sandboxes, on all nodes; it takes no new ones until it is resumed."""
+        return portal().run(self._async.pause())
+
+    def resume(self) -> JobReport:
+        """Lets all its sandboxes go on."""
+        return portal().run(self._async.resume())
+
+    def stop(self) -> JobReport:
+        """Destroys all its sandboxes, for good: it takes no new ones. Again is fine."""
+        return portal().run(self._async.stop())
+
+    def remove(self) -> None:
+        """Forgets it, when it is stopped. Raises ConflictError while it is not."""
+        portal().run(self._async.remove())
+
+    def list(self, *, max_items: int = 10000) -> Sequence[Sandbox]:
+        """Its sandboxes that have not ended."""
+        result: Sequence[Sandbox] = wrap(portal().run(self._async.list(max_items=max_items)))
+        return result
+
+    def __enter__(self) -> Self:
+        portal().run(self._async.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        portal().run(self._async.__aexit__(*error))
+
+
+class Jobs(Blocking[AsyncJobs]):
+    """`client.jobs`: sandboxes of a project that live and end together, for `Sandbox.create(job=…)`."""
+
+    def create(
+        self,
+        name: str,
+        *,
+        lease_s: float | None = None,
+        on_missed: str = "pause",
+        grace_s: float = limits.JOB_GRACE_S_DEFAULT,
+    ) -> Job:
+        """A new job; one of that name and with these terms is fine, and one that was stopped makes room.
+
+        With `lease_s` somebody has to renew it: `client.job`, `job.heartbeat` or `job.extend`. When the lease is missed
+        its sandboxes are paused, and those that cannot be are stopped `grace_s` later; with `on_missed="stop"` all are
+        stopped `grace_s` later. Raises ConflictError when there is another one of that name.
+        """
+        result: Job = wrap(
+            portal().run(self._async.create(name, lease_s=lease_s, on_missed=on_missed, grace_s=grace_s))
+        )
+        return result
+
+    def get(self, name: str) -> Job:
+        """A job by its name, with its sandboxes by state. Raises NotFoundError."""
+        result: Job = wrap(portal().run(self._async.get(name)))
+        return result
+
+    def list(self, *, max_items: int = 10000) -> list[JobInfo]:
+        """The jobs of the caller's project and of those below it; stopped ones for a day."""
+        return portal().run(self._async.list(max_items=max_items))
+
+
 class Sandbox(Blocking[AsyncSandbox]):
     """A place to run commands in. `with` destroys it at the end; without that it lives on until `destroy`, or
     its time to live is over.
@@ -870,6 +972,7 @@ class Sandbox(Blocking[AsyncSandbox]):
         ready: Mapping[str, Any] | ReadyProbe | None = None,
         volumes: Sequence[str | VolumeMount] = (),
         place: Place | None = None,
+        job: str | None = None,
         snapshot: str | Snapshot | None = None,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
@@ -884,7 +987,8 @@ class Sandbox(Blocking[AsyncSandbox]):
         says (ENTRYPOINT and CMD): it is `main`. With `ready` this returns once it is so: a `dsec.ReadyProbe`, or its
         fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}. `volumes`: such as "data:/data"
         or "data:/data:ro", or a `dsec.VolumeMount`, which also names datasets of the node. `place`: a `dsec.Place` says
-        which nodes it may be on, and which sandboxes are to spread over them.
+        which nodes it may be on, and which sandboxes are to spread over them. `job`: the name of a job of the project,
+        with which it is paused and stopped.
         `snapshot`: a name, id or Snapshot. The files are those of the snapshotted sandbox then, and so is its
         environment and whatever is left at its default here, but for the name; `env` and `labels` add to it.
         `idempotency_key`: the same key gives the same sandbox (default: a random one, which makes the retries of this
@@ -914,6 +1018,7 @@ class Sandbox(Blocking[AsyncSandbox]):
                     ready=ready,
                     volumes=volumes,
                     place=place,
+                    job=job,
                     snapshot=unwrap(snapshot),
                     idempotency_key=idempotency_key,
                     timeout_s=timeout_s,
@@ -964,6 +1069,7 @@ class Sandbox(Blocking[AsyncSandbox]):
         *,
         labels: Mapping[str, str] | None = None,
         name: str | None = None,
+        job: str | None = None,
         states: tuple[str, ...] = (),
         max_items: int = 10000,
         client: Client | None = None,
@@ -971,7 +1077,9 @@ class Sandbox(Blocking[AsyncSandbox]):
         """The sandboxes that have all of `labels`; without `states` those that have not ended."""
         result: list[Sandbox] = wrap(
             portal().run(
-                AsyncSandbox.list(labels=labels, name=name, states=states, max_items=max_items, client=unwrap(client))
+                AsyncSandbox.list(
+                    labels=labels, name=name, job=job, states=states, max_items=max_items, client=unwrap(client)
+                )
             )
         )
         return result
@@ -1334,6 +1442,26 @@ class Client(Blocking[AsyncClient]):
         return result
 
     @property
+    def jobs(self) -> Jobs:
+        """Sandboxes that are paused, resumed and stopped together, and have a lease."""
+        result: Jobs = wrap(self._async.jobs)
+        return result
+
+    def job(
+        self,
+        name: str,
+        *,
+        lease_s: float | None = limits.JOB_LEASE_S_DEFAULT,
+        on_missed: str = "pause",
+        grace_s: float = limits.JOB_GRACE_S_DEFAULT,
+    ) -> Job:
+        """A job for an `with` block: made or found at its beginning, its lease renewed within it, and stopped at
+        its end. When an error leaves the block, or this process ends, nobody renews the lease: what then becomes of its
+        sandboxes is `on_missed`. Arguments as those of `client.jobs.create`."""
+        result: Job = wrap(self._async.job(name, lease_s=lease_s, on_missed=on_missed, grace_s=grace_s))
+        return result
+
+    @property
     def tokens(self) -> Tokens:
         """Who may call over the network."""
         result: Tokens = wrap(self._async.tokens)
@@ -1363,6 +1491,7 @@ class Client(Blocking[AsyncClient]):
         project: str | None = None,
         *,
         by: str = "project",
+        job: str | None = None,
         since: float = 0.0,
         until: float | None = None,
         limit: int = 100,
@@ -1370,10 +1499,13 @@ class Client(Blocking[AsyncClient]):
     ) -> UsagePage:
         """What sandboxes of a project, by default the caller's, and of those below it have used.
 
-        `by`: "project" or "day" give totals, "sandbox" a record of each, `limit` at a time. Of those that ended in
+        `by`: "project", "day" or "job" give totals, "sandbox" a record of each, `limit` at a time. `job`: of this one,
+        by job or sandbox. Of those that ended in
         [since, until) (seconds since the epoch; totals in whole days, UTC), and without `until` of those that live.
         """
-        return portal().run(self._async.usage(project, by=by, since=since, until=until, limit=limit, cursor=cursor))
+        return portal().run(
+            self._async.usage(project, by=by, job=job, since=since, until=until, limit=limit, cursor=cursor)
+        )
 
     def whoami(self) -> WhoAmI:
         """Who the service takes this client for, and what they may do where."""
@@ -1525,6 +1657,7 @@ class Client(Blocking[AsyncClient]):
         *,
         labels: Mapping[str, str] | None = None,
         name: str | None = None,
+        job: str | None = None,
         states: tuple[str, ...] = (),
         max_items: int = 10000,
         metrics: bool = False,
@@ -1535,7 +1668,13 @@ class Client(Blocking[AsyncClient]):
         result: list[Sandbox] = wrap(
             portal().run(
                 self._async.list(
-                    labels=labels, name=name, states=states, max_items=max_items, metrics=metrics, missing=missing
+                    labels=labels,
+                    name=name,
+                    job=job,
+                    states=states,
+                    max_items=max_items,
+                    metrics=metrics,
+                    missing=missing,
                 )
             )
         )
@@ -1606,6 +1745,8 @@ _KINDS: dict[type, Any] = {
     AsyncGrants: Grants,
     AsyncSnapshot: Snapshot,
     AsyncSnapshots: Snapshots,
+    AsyncJob: Job,
+    AsyncJobs: Jobs,
     AsyncSandbox: Sandbox,
     AsyncCreated: Created,
     AsyncClient: Client,

@@ -17,6 +17,9 @@ from dsec.cluster.engine.layout import Layout
 from dsec.cluster.engine.log import EngineLog
 from dsec.cluster.engine.setup import prepare
 from dsec.cluster.events import EventTail
+from dsec.cluster.jobs.keeper import JobKeeper
+from dsec.cluster.jobs.orders import Orders
+from dsec.cluster.jobs.table import Jobs
 from dsec.cluster.leases import RegistryLease
 from dsec.cluster.link.client import RemoteRpc
 from dsec.cluster.link.server import NodeListener
@@ -114,6 +117,12 @@ class _Clustered:
         await self.engine.listen(self.engine.layout.heartbeat("*"), heard)
         return nodes
 
+    async def follow_jobs(self, registry: EngineRegistry) -> Jobs:
+        jobs = Jobs(registry, self.clock)
+        self.stack.push_async_callback(jobs.close)
+        await jobs.start()
+        return jobs
+
 
 class ApiProcess(_Clustered):
     """`dsec api`: keeps nothing of a sandbox; any other replica can answer instead."""
@@ -133,7 +142,7 @@ class ApiProcess(_Clustered):
         self.stack.push_async_callback(tail.close)
         fleet = ManyNodes(rpc, nodes, registry, self.clock, events=tail)
         self.stack.push_async_callback(fleet.close)
-        await self._api.start(rpc, fleet, registry)
+        await self._api.start(rpc, fleet, await self.follow_jobs(registry), registry)
 
     async def close(self, *, hurry: asyncio.Event) -> None:
         await self._api.stop(hurry)
@@ -154,6 +163,10 @@ class WatcherProcess(_Clustered):
         await self.connect(f"watcher-{secrets.token_hex(6)}")
         nodes = await self.follow_nodes()
         registry = EngineRegistry(self.engine)
+        jobs = await self.follow_jobs(registry)
+        rpc = RemoteRpc(nodes, self.identity.to_nodes(), heard=nodes.told)
+        self.stack.push_async_callback(rpc.close)
+        orders = Orders(rpc, ManyNodes(rpc, nodes, registry, self.clock))
         watcher = Watcher(
             registry,
             EngineLog(self.engine),
@@ -161,6 +174,7 @@ class WatcherProcess(_Clustered):
             RegistryLease(registry, self.clock),
             self.clock,
             engine_since=lambda: self.engine.connected_since,
+            jobs=lambda acts: JobKeeper(jobs, orders, self.clock, acts=acts),
         )
         self._task = asyncio.create_task(watcher.run(), name="watcher")
         self.stack.push_async_callback(_ended, self._task)

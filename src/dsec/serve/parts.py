@@ -22,6 +22,8 @@ from dsec.api.sharediam import SharedIamStore, SharedSlices
 from dsec.backends.base import Backend
 from dsec.backends.registry import BackendSettings, build_backends
 from dsec.cluster.fleet import Fleet
+from dsec.cluster.jobs.orders import Orders
+from dsec.cluster.jobs.table import Jobs
 from dsec.cluster.registry import Registry
 from dsec.cluster.rpc import Rpc
 from dsec.core.ids import NodeId
@@ -95,7 +97,7 @@ class ApiPart:
         self.keeper = Keeper()
         self.server: HttpServer
 
-    async def start(self, rpc: Rpc, fleet: Fleet, registry: Registry | None = None) -> None:
+    async def start(self, rpc: Rpc, fleet: Fleet, jobs: Jobs, registry: Registry | None = None) -> None:
         """`registry`: where replicas share projects, tokens and quotas; None: this one is alone."""
         config = self._config
         iam = await self._iam(registry)
@@ -110,6 +112,8 @@ class ApiPart:
             gate=Gate(iam.directory),
             keeper=self.keeper,
             admission=admission,
+            jobs=jobs,
+            orders=Orders(rpc, fleet),
             version=__version__,
         )
         self._stack.push_async_callback(self.keeper.close)

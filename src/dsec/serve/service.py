@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 from dsec.api.server import TcpAddress
+from dsec.cluster.embedded.database import Database
+from dsec.cluster.embedded.registry import EmbeddedRegistry
 from dsec.cluster.fleet import OneNode
-from dsec.cluster.rpc import EmbeddedRpc
+from dsec.cluster.jobs.keeper import JobKeeper
+from dsec.cluster.jobs.orders import Orders
+from dsec.cluster.jobs.table import Jobs
+from dsec.cluster.rpc import EmbeddedRpc, Rpc
+from dsec.core.clock import SystemClock
 from dsec.core.errors import DsecError
 from dsec.node.node import Node
 from dsec.node.service import Service as NodeService
 from dsec.serve.config import ServeConfig
 from dsec.serve.parts import ApiPart, NodePart
+
+SHARED_STATE: Final = "shared.db"  # in the state directory: what replicas of a cluster share in its engine
 
 
 class Running(Protocol):
@@ -52,10 +61,27 @@ class LocalService:
             self.node = await NodePart(self.config, self._stack).start()
             rpc = EmbeddedRpc(NodeService(self.node), self.node.id)
             self._stack.push_async_callback(rpc.close)
-            await self._api.start(rpc, OneNode(rpc, self.node.id))
+            fleet = OneNode(rpc, self.node.id)
+            jobs = await self._jobs(rpc, fleet)
+            await self._api.start(rpc, fleet, jobs)
         except BaseException:
             await self._stack.aclose()
             raise
+
+    async def _jobs(self, rpc: Rpc, fleet: OneNode) -> Jobs:
+        """With their leases watched here: there is no watcher beside us."""
+        clock = SystemClock()
+        database = await Database.open(Path(self.config.state_dir) / SHARED_STATE)
+        self._stack.push_async_callback(database.close)
+        registry = EmbeddedRegistry(database, clock)
+        self._stack.push_async_callback(registry.close)
+        await registry.start()
+        jobs = Jobs(registry, clock)
+        self._stack.push_async_callback(jobs.close)
+        await jobs.start()
+        watching = asyncio.create_task(JobKeeper(jobs, Orders(rpc, fleet), clock).run(), name="leases of jobs")
+        self._stack.push_async_callback(_ended, watching)
+        return jobs
 
     async def close(self, *, hurry: asyncio.Event) -> None:
         """Sandboxes that can run on do."""
@@ -68,3 +94,8 @@ class LocalService:
 
     def told(self) -> dict[str, Any]:
         return {**self._api.told(), "node": self.node.id}
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -44,6 +44,8 @@ class Method(enum.StrEnum):
     SET_TTL = "set_ttl"  # OnSandbox[TtlRequest] → Sandbox
     PAUSE = "pause"  # SandboxRef → Sandbox
     RESUME = "resume"  # SandboxRef → Sandbox
+    JOB_COUNT = "job_count"  # jobs.JobQuery → jobs.JobCounts
+    JOB_ACT = "job_act"  # jobs.JobOrder → jobs.JobPart
     METRICS = "metrics"  # SandboxRef → Metrics
     EXEC_START = "exec_start"  # ExecStart → ExecAnswer
     EXEC_GET = "exec_get"  # ExecQuery → ExecInfo

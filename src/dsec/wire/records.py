@@ -34,6 +34,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     network: str
     disk_bytes: int | None = None  # None: no limit of its own
     name: str | None = None
+    job: str | None = None
     labels: dict[str, str] = {}
     user: str | None = None
     workdir: str | None = None
@@ -125,6 +126,7 @@ class SandboxPage(msgspec.Struct, frozen=True):
 class ListQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     labels: dict[str, str] = {}
     name: str | None = None
+    job: str | None = None
     states: list[str] = []  # empty: all that have not ended
     limit: int = limits.LIST_PAGE_DEFAULT
     cursor: str | None = None

@@ -13,6 +13,7 @@ from dsec.core.errors import InvalidArgumentError, LimitError
 class UsageBy(enum.StrEnum):
     PROJECT = "project"  # a total for each project
     DAY = "day"  # a total for each project and day (UTC) on which sandboxes ended, or of today for those that live
+    JOB = "job"  # a total for each job, of those whose last sandbox ended then; without days
     SANDBOX = "sandbox"  # a record for each
 
 
@@ -23,6 +24,7 @@ class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     since: float = 0.0
     until: float | None = None
     by: UsageBy = UsageBy.PROJECT
+    job: str | None = None  # only of this one, with by=sandbox and by=job
     limit: int = limits.LIST_PAGE_DEFAULT  # of records
     cursor: str | None = None
 
@@ -31,6 +33,8 @@ class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise LimitError(f"a page has between 1 and {limits.LIST_PAGE_MAX} records, not {self.limit}")
         if self.since < 0 or (self.until is not None and self.until < self.since):
             raise InvalidArgumentError("until must not be before since, nor since before 1970")
+        if self.job is not None and self.by not in (UsageBy.JOB, UsageBy.SANDBOX):
+            raise InvalidArgumentError("usage of one job is told by job or by sandbox")
 
 
 class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +43,7 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     sandbox: str
     project: str
     principal: str = ""
+    job: str | None = None
     substrate: str = ""
     environment: str = ""
     created_at: float = 0.0
@@ -58,6 +63,7 @@ class UsageTotal(msgspec.Struct, frozen=True, kw_only=True):
 
     project: str
     day: str | None = None  # "2026-11-30"
+    job: str | None = None  # with by=job
     sandboxes: int = 0
     cpu_s: float = 0.0
     memory_gib_s: float = 0.0
@@ -74,10 +80,11 @@ class UsagePage(msgspec.Struct, frozen=True):
 
 
 def added(one: UsageTotal, other: UsageTotal) -> UsageTotal:
-    """Of the same project and day."""
+    """Of the same project, day and job."""
     return UsageTotal(
         project=one.project,
         day=one.day,
+        job=one.job,
         sandboxes=one.sandboxes + other.sandboxes,
         cpu_s=one.cpu_s + other.cpu_s,
         memory_gib_s=one.memory_gib_s + other.memory_gib_s,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Coroutine
 from typing import Any
 
+from dsec.api.jobgate import made_in_job
 from dsec.api.query import Kind, Param
 from dsec.api.request import CALL_MARGIN_S, CALL_TIMEOUT_S, Answer, Request
 from dsec.api.routing import Route
@@ -44,7 +45,13 @@ async def create(request: Request, body: CreateRequest, *, key: str | None, wait
             key=key,
         )
 
-    work = services.admission.create(body, ask, request.caller, key)
+    work = made_in_job(
+        services.jobs,
+        services.rpc,
+        body.spec.job,
+        request.caller,
+        lambda: services.admission.create(body, ask, request.caller, key),
+    )
     if key is None:
         return await work
     return await _waited(services.keeper.start(work), wait_s)
@@ -85,6 +92,7 @@ async def list_sandboxes(request: Request) -> Answer:
     listing = ListQuery(
         labels=labels_of(query["label"]),
         name=query["name"],
+        job=query["job"],
         states=_states(query["state"]),
         limit=query["limit"],
         cursor=query["cursor"],
@@ -141,6 +149,7 @@ async def get_metrics(request: Request) -> Answer:
 _LIST = (
     Param("label", Kind.TEXT, "key=value; several must all hold", repeated=True),
     Param("name", Kind.TEXT, "exact name"),
+    Param("job", Kind.TEXT, "of this job"),
     Param("state", Kind.TEXT, "any of these; default: all that have not ended", repeated=True),
     Param("limit", Kind.INT, "of one page", default=LIST_PAGE_DEFAULT, maximum=LIST_PAGE_MAX),
     Param("cursor", Kind.TEXT, "`next` of the page before"),

@@ -30,6 +30,7 @@ async def get_usage(request: Request) -> Answer:
         since=query["since"],
         until=query["until"],
         by=by,
+        job=query["job"],
         limit=query["limit"],
     )
     nodes = sorted(request.services.admission.nodes())
@@ -39,10 +40,10 @@ async def get_usage(request: Request) -> Answer:
 
 async def _totals(request: Request, query: UsageQuery, nodes: list[NodeId], _: str | None) -> UsagePage:
     answers = await asyncio.gather(*(_ask(request, node, query) for node in nodes))
-    found: dict[tuple[str, str], UsageTotal] = {}
+    found: dict[tuple[str, str, str], UsageTotal] = {}
     for page in answers:
         for total in page.totals if page is not None else ():
-            key = (total.project, total.day or "")
+            key = (total.project, total.day or "", total.job or "")
             found[key] = added(found[key], total) if key in found else total
     missing = [str(node) for node, page in zip(nodes, answers, strict=True) if page is None]
     return UsagePage(totals=[found[key] for key in sorted(found)], missing=missing)
@@ -90,7 +91,8 @@ ROUTES = (
             Param("project", Kind.TEXT, "this one and those below it; default: the caller's"),
             Param("since", Kind.SECONDS, "that ended then or later, since the epoch", default=0.0),
             Param("until", Kind.SECONDS, "that ended before; default: and those that live"),
-            Param("by", Kind.TEXT, "project, day or sandbox", default="project"),
+            Param("by", Kind.TEXT, "project, day, job or sandbox", default="project"),
+            Param("job", Kind.TEXT, "of this job, by job or sandbox"),
             Param("limit", Kind.INT, "of records in one page", default=LIST_PAGE_DEFAULT, maximum=LIST_PAGE_MAX),
             Param("cursor", Kind.TEXT, "`next` of the page before"),
         ),

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from typing import Final
 
+from dsec.cluster.jobs.keeper import JobKeeper
 from dsec.cluster.leases import Held, Lease
 from dsec.cluster.log import Log, LogStream, verdict_subject
 from dsec.cluster.members.nodes import Nodes, NodeState
@@ -42,7 +43,9 @@ class Watcher:
         *,
         engine_since: Callable[[], float | None],
         look_s: float = _LOOK_S,
+        jobs: Callable[[Callable[[], bool]], JobKeeper] | None = None,
     ) -> None:
+        """`jobs` makes who watches their leases, given whether this watcher acts."""
         self._registry = registry
         self._events = events
         self._nodes = nodes
@@ -55,6 +58,7 @@ class Watcher:
         self._renew_at = 0.0
         self._frozen = False
         self._states: dict[NodeId, NodeState] | None = None  # as they were told of; None: not by us
+        self._jobs = None if jobs is None else jobs(lambda: self.acts)
 
     @property
     def acts(self) -> bool:
@@ -65,16 +69,29 @@ class Watcher:
         try:
             while True:
                 try:
+                    self._freeze_jobs()
                     await self._hold()
                     if self.acts:
                         await self.look()
+                        if self._jobs is not None:
+                            await self._jobs.look()
                 except DsecError as error:
                     log.warning("the watcher could not do its work", error=str(error))
                 self._count()
                 await asyncio.sleep(self._look_s)
         finally:
+            if self._jobs is not None:
+                await self._jobs.close()
             if self._held is not None:
                 await self._give_up(self._held)
+
+    def _freeze_jobs(self) -> None:
+        """Whether it acts or not: what it has seen of beats is good for when it does."""
+        if self._jobs is None:
+            return
+        since = self._engine_since()
+        if since is None or verdicts(list(self._nodes), now=self._clock.monotonic_s(), engine_since=since).frozen:
+            self._jobs.freeze()
 
     async def look(self) -> None:
         """One round of verdicts. Raises UnavailableError."""
