@@ -20,6 +20,7 @@ import pytest
 
 from dsec.core.errors import UnavailableError
 from dsec.sdk.client import AsyncClient
+from dsec.sdk.sandbox import AsyncSandbox
 from dsec.testing.clusters import ClusterProcesses, cluster_processes
 from dsec.testing.nats_servers import NatsServers, nats_server
 from tests.contract.served import until
@@ -196,6 +197,43 @@ async def test_a_killed_nats_server_loses_and_doubles_nothing(
     made = await created_while(caller, kill, "nats")
 
     await check_nothing_lost_or_doubled(caller, {**made, "before": old})
+
+
+async def test_a_job_spans_nodes_and_its_missed_lease_pauses_it_whoever_watches(
+    cluster: ClusterProcesses, caller: Caller
+) -> None:
+    async with (
+        AsyncClient(f"unix://{cluster.socket(APIS[0])}") as client,
+        AsyncClient(f"unix://{cluster.socket(APIS[1])}") as other,
+    ):
+        job = await client.jobs.create("train", lease_s=2)
+        await job.extend(120)
+        made = await other.create_many(8, "base", backend="fake", job="train")
+        assert len({one.info.node for one in made if isinstance(one, AsyncSandbox)}) == 2
+
+        report = await (await other.jobs.get("train")).pause()
+        assert (report.done, report.failed, report.missing) == (8, [], {})
+        await job.resume()
+        assert (await job.refresh()).sandboxes == {"running": 8}
+        await job.stop()
+        assert (await other.jobs.get("train")).info.sandboxes == {}
+
+        cluster.kill("watcher")  # another one acts from when the lease of this one is over
+        cluster.start_watcher("watcher")
+        job = await other.jobs.create("train", lease_s=2)
+        await client.create_many(4, "base", backend="fake", job="train")
+
+        async def states() -> dict[str, int] | None:
+            return (await job.refresh()).sandboxes
+
+        async with asyncio.timeout(120):
+            while await states() != {"paused": 4}:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        await job.heartbeat()
+        async with asyncio.timeout(120):
+            while await states() != {"running": 4}:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        assert (await job.stop()).ok
 
 
 @pytest.mark.slow
