@@ -15,6 +15,7 @@ from dsec.node.rights import REQUIRED
 from dsec.testing.nodes import FAKE_SPEC, NodeClient, StreamEnd, caller_of, fake_node
 from dsec.wire import agent, records
 from dsec.wire.codec import pack
+from dsec.wire.disks import MachineCommit, SandboxCommit
 from dsec.wire.node import (
     AGENT_ARGS,
     ExecResize,
@@ -69,6 +70,9 @@ NO_SANDBOX = {
     Method.MACHINE_IMPORT,
     Method.MACHINE_REMOVE,
     Method.MACHINE_BUILD,
+    Method.MACHINE_PUSH,
+    Method.MACHINE_PULL,
+    Method.MACHINE_COLLAPSE,
     Method.VOLUME_CREATE,
     Method.VOLUME_LIST,
     Method.VOLUME_GET,
@@ -105,6 +109,8 @@ def request_for(method: Method, sandbox: str, exec: str) -> Any:
             return records.SandboxRef(sandbox)
         case Method.SCREEN_PICTURE | Method.SCREEN_VIEW:
             return records.SandboxRef(sandbox)
+        case Method.MACHINE_COMMIT:
+            return SandboxCommit(sandbox, MachineCommit(name="image"))
         case Method.SCREEN_ACT:
             return ScreenInput(sandbox, ScreenRequest([PressKey(key="enter")]))
         case Method.EXEC_LIST | Method.SESSION_LIST:

@@ -306,3 +306,22 @@ def test_the_blocking_client_offers_them_too(small_store: Path) -> None:
 async def _ready(place: Place) -> None:
     async with AsyncClient(place.url) as client:
         await place.ready(client)
+
+
+@in_module
+async def test_an_environment_that_lives_in_a_store_makes_microvms_too(
+    machines: tuple[Place, LocalService, AsyncClient],
+) -> None:
+    place, _, client = machines
+    store = f"file://{place.directory}/far-store"
+    try:
+        pushed = await client.environments.push(ENVIRONMENT, store)
+    except errors.UnsupportedError as error:
+        pytest.skip(error.message)
+    await client.environments.build("far", dsec.StoreSource(store, ENVIRONMENT, digest=pushed.digest))
+
+    async with await client.create("far", backend="microvm", memory=MEMORY, timeout_s=240) as sb:
+        assert (await sb.exec(["python3", "-c", "print(6 * 7)"])).stdout == "42\n"
+
+    stats = await client.environments.stats("far")
+    assert all(layer.store is not None and layer.present_bytes > 0 for layer in stats.layers)

@@ -31,7 +31,7 @@ def arguments(shape: Shape = SHAPE, *, clone: bool = True, accelerator: str = "t
     return machine_arguments(
         shape,
         accelerator=accelerator,
-        disk=clone_disk() if clone else template_disk(),
+        disk=clone_disk(shape) if clone else template_disk(shape),
         memory="memory-backend-ram,id=ram0,size=512M",
         data=["/data"],
         variables="/disk/variables.fd" if shape.firmware is Firmware.UEFI else None,
@@ -122,3 +122,22 @@ def test_the_disk_is_connected_as_its_system_can_drive_it(bus: Bus, driver: str)
     given = arguments(replace(SHAPE, bus=bus))
 
     assert any(word.startswith(f"{driver},drive=disk") for word in given)
+
+
+def test_layers_of_an_image_lie_between_its_lowest_and_the_template_and_are_read_only() -> None:
+    disk = blockdevs(arguments(replace(SHAPE, above=2)))["disk"]
+
+    assert chain(disk) == [
+        ("qcow2", "/disk/disk.qcow2", False),
+        ("qcow2", "/template/disk.qcow2", True),
+        ("qcow2", "/base/2", True),
+        ("qcow2", "/base/1", True),
+        ("qcow2", "/base/disk", True),
+    ]
+
+
+@pytest.mark.parametrize("bus", list(Bus))
+def test_what_cannot_be_read_or_written_is_an_error_in_the_guest_and_stops_no_machine(bus: Bus) -> None:
+    (device,) = [word for word in arguments(replace(SHAPE, bus=bus)) if "drive=disk" in word]
+
+    assert device.endswith(",rerror=report,werror=report")

@@ -53,6 +53,8 @@ pub fn make(plan: &Plan) -> Result<()> {
     }
     // Short names, as all of them are to fit one page.
     std::env::set_current_dir(LAYERS).doing("enter", LAYERS)?;
+    // A disk that another machine has written: what says that it had no end is removed on purpose.
+    let _ = std::fs::remove_dir_all(format!("{work}/work/incompat"));
     let options = format!(
         "lowerdir={lowers}e,upperdir={upper},workdir={work},index=off,metacopy=off,volatile"
     );

@@ -2,7 +2,7 @@
 
 use std::ffi::CString;
 use std::fs::{self, File};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{chown, FileTypeExt};
 use std::path::{Component, Path, PathBuf};
 
@@ -10,6 +10,8 @@ use dsec_sys::machine::{make_device, mount, NO_DEVICES, NO_EXEC, NO_SUID};
 use dsec_sys::mounts::{
     attach_at, attr, clone_tree, pivot_here, set_attributes, set_propagation, Propagation,
 };
+
+use dsec_sys::namespaces::{enter, NEW_MOUNT};
 
 use crate::plan::{Bind, Plan};
 use dsec_sys::failure::{Doing, Error, Result};
@@ -68,8 +70,7 @@ fn attach(root: &Path, bind: &Bind) -> Result<()> {
         false => File::create(&target).map(drop),
     };
     made.doing("make", target.display())?;
-    let copy =
-        clone_tree(None, &text(&bind.source)?, false).doing("copy the mount of", &bind.source)?;
+    let copy = copied(&bind.source).doing("copy the mount of", &bind.source)?;
     let mut set = attr::NO_SUID;
     if !bind.writable && !bind.device {
         set |= attr::READ_ONLY;
@@ -80,6 +81,28 @@ fn attach(root: &Path, bind: &Bind) -> Result<()> {
     let clear = if bind.device { attr::NO_DEVICES } else { 0 };
     set_attributes(copy.as_fd(), set, clear, None).doing("set attributes of", &bind.source)?;
     attach_at(copy.as_fd(), &text_of(&target)?).doing("mount", target.display())
+}
+
+/// What the loader serves is mounted where it is alone: a mount can be copied only within its own namespace.
+fn copied(source: &str) -> std::io::Result<OwnedFd> {
+    let Some((process, path)) = of_process(source) else {
+        return clone_tree(None, &CString::new(source)?, false);
+    };
+    let here = File::open("/proc/self/ns/mnt")?;
+    let there = File::open(format!("/proc/{process}/ns/mnt"))?;
+    enter(there.as_fd(), NEW_MOUNT)?;
+    let copy = CString::new(path).map(|path| clone_tree(None, &path, false));
+    enter(here.as_fd(), NEW_MOUNT)?;
+    copy?
+}
+
+/// Of a path by way of a process: which, and the path as that process sees it.
+fn of_process(source: &str) -> Option<(u32, &str)> {
+    let (process, path) = source.strip_prefix("/proc/")?.split_once("/root")?;
+    Some((
+        process.parse().ok()?,
+        path.starts_with('/').then_some(path)?,
+    ))
 }
 
 fn make_owned(root: &Path, bind: &Bind, plan: &Plan) -> Result<()> {
@@ -126,6 +149,20 @@ fn text(value: &str) -> Result<CString> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_path_by_way_of_a_process_is_told_from_others() {
+        assert_eq!(of_process("/proc/7/root/run/x"), Some((7, "/run/x")));
+        for other in [
+            "/proc/self/root/x",
+            "/proc/7/rootx",
+            "/proc/7/root",
+            "/usr",
+            "/proc/x/root/y",
+        ] {
+            assert_eq!(of_process(other), None, "{other}");
+        }
+    }
 
     #[test]
     fn targets_stay_in_the_root() {

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from dsec.core.spec import Environment
 from dsec.wire.screens import Picture, ScreenRequest, ScreenSize
 
 if TYPE_CHECKING:
-    from dsec.backends.fullvm.images import MachineImages
+    from dsec.backends.fullvm.images import MachineImage, MachineImages
 
 
 class Screen(Protocol):
@@ -39,3 +42,23 @@ class HasImages(Protocol):
 
     @property
     def images(self) -> MachineImages: ...
+
+
+@runtime_checkable
+class HasDisks(HasImages, Protocol):
+    """And whose disks may be made of layers."""
+
+    @property
+    def jail_root(self) -> Path:
+        """An empty directory that jails mount their own root at."""
+        ...
+
+    def written(self, id: str) -> AbstractAsyncContextManager[tuple[MachineImage, list[Path]]]:
+        """The image that an instance began as, and its files above that, lowest first, which are there while the block
+        runs. Raises ConflictError (one of them is gone), GoneError."""
+        ...
+
+    def image_layers(self, environment: Environment) -> tuple[str, ...]:
+        """Digests of the layers that an image of this name has, lowest first. Blocking. Raises
+        EnvironmentNotFoundError."""
+        ...

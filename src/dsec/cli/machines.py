@@ -10,6 +10,7 @@ import typer
 
 from dsec.cli.console import Json, age, client, put_json, run_async, say, settings, table
 from dsec.cli.pages import command
+from dsec.wire.machines import MachineInfo
 
 app = typer.Typer(help="Images that full machines begin as.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the image.", show_default=False)]
@@ -105,6 +106,79 @@ def list_(json: Json = False) -> None:
     run_async(work())
 
 
+def push(
+    name: Name,
+    store: Annotated[str, typer.Argument(metavar="STORE", help="URL of a store.", show_default=False)],
+    json: Json = False,
+) -> None:
+    """Put an image into a store."""
+
+    async def work() -> None:
+        async with client() as c:
+            info = await c.machines.push(name, store)
+        if settings.json:
+            put_json(info)
+        else:
+            print(info.digest)
+
+    run_async(work())
+
+
+def pull(
+    name: Name,
+    store: Annotated[str, typer.Argument(metavar="STORE", help="URL of a store.", show_default=False)],
+    image: Annotated[
+        str | None, typer.Option(metavar="NAME", help="As it is called there.", show_default=False)
+    ] = None,
+    digest: Annotated[
+        str | None, typer.Option(metavar="HEX", help="As a push has told it: no other is taken.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Take an image of a store, whose disk is loaded as it is read."""
+
+    async def work() -> None:
+        async with client() as c:
+            info = await c.machines.pull(name, store, image=image, digest=digest)
+        _put(info)
+
+    run_async(work())
+
+
+def commit(
+    name: Name,
+    sandbox: Annotated[str, typer.Argument(metavar="SANDBOX", help="A full machine.", show_default=False)],
+    json: Json = False,
+) -> None:
+    """Make the disk of a machine an image."""
+
+    async def work() -> None:
+        async with client() as c:
+            found = await c.connect(sandbox)
+            info = await c.machines.commit(name, found.id)
+        _put(info)
+
+    run_async(work())
+
+
+def collapse(name: Name, json: Json = False) -> None:
+    """Make the layers of an image's disk one."""
+
+    async def work() -> None:
+        async with client() as c:
+            info = await c.machines.collapse(name)
+        _put(info)
+
+    run_async(work())
+
+
+def _put(info: MachineInfo) -> None:
+    if settings.json:
+        put_json(info)
+    else:
+        print(info.name)
+
+
 def rm(
     names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Of images.")],
     json: Json = False,
@@ -126,4 +200,8 @@ def rm(
 command(app, build, of="vm")
 command(app, import_, "import", of="vm")
 command(app, list_, "ls", of="vm")
+command(app, push, of="vm")
+command(app, pull, of="vm")
+command(app, commit, of="vm")
+command(app, collapse, of="vm")
 command(app, rm, of="vm")

@@ -27,6 +27,33 @@ MACHINES: Final[dict[str, Page]] = {
         "a MachineInfo record",
     ),
     "vm ls": Page("", (("dsec vm ls", "what machines can begin as"),), "a list of MachineInfo records"),
+    "vm push": Page(
+        "A directory (file:///DIR), or a bucket (s3://BUCKET/PREFIX). What is there already stays as it is: of an "
+        "image above another only what lies above goes there. It prints the digest, which names all that will be read.",
+        (("dsec vm push desk file:///srv/layers", "for other nodes"),),
+        "a MachineInfo record, with digest",
+    ),
+    "vm pull": Page(
+        "Nothing of the disk is copied: machines read it through dsec-loader, which fetches, checks and keeps what "
+        "they read.",
+        (
+            ("dsec vm pull desk https://host/layers", "from a web server, a directory or a bucket"),
+            ("dsec vm pull desk file:///srv/layers --digest 4f3c2b1a9d8e7f60", "this one and no other"),
+        ),
+        "a MachineInfo record",
+    ),
+    "vm commit": Page(
+        "As after a power cut at this moment: run `sync` in it first. What it has written becomes a layer above the "
+        "image that it began as; nothing else is copied. The machine stands still meanwhile, and goes on.",
+        (("dsec vm commit ready pc", "create others from it: dsec create ready --backend fullvm"),),
+        "a MachineInfo record",
+    ),
+    "vm collapse": Page(
+        "All layers above the lowest become one, by qemu-img. Chains that would have more than 16 layers are collapsed "
+        "by themselves. Machines of the image run on.",
+        (("dsec vm collapse ready", "a shorter chain"),),
+        "a MachineInfo record",
+    ),
     "vm rm": Page("Machines of it run on.", (("dsec vm rm android", "remove it"),), "removed"),
     "screen shot": Page(
         "",

@@ -142,6 +142,7 @@ BUILD_TIMEOUT_S_DEFAULT: Final = 3_600.0  # a large set of packages over a slow 
 
 # Full machines
 MACHINE_IMAGES_MAX: Final = 1_000  # of one node; each is gigabytes of disk
+MACHINE_LAYERS_MAX: Final = 16  # files that a read of a machine's disk goes through at worst; more are made one
 MACHINE_SYSTEM_BYTES_MIN: Final = 4 * GIB  # a desktop takes a good 1 GiB, and its own packages go beside it
 MACHINE_DISK_BYTES_MIN: Final = 512  # a boot sector is a disk
 MACHINE_COMMAND_LINE_BYTES_MAX: Final = 2_048  # what the kernel of a machine reads of it on every processor

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from dsec.agent.client import AgentClient
 from dsec.backends.base import Backend, Instance, InstanceSpec
+from dsec.backends.machines import HasDisks
 from dsec.core import limits
 from dsec.core.errors import (
     CapacityError,
@@ -215,7 +216,12 @@ class Creation:
         if origin is not None:
             return await origin.acquire(self._environments)
         if not backend.capabilities.layers:
-            return Resolved(hold=await self._environments.hold(()))  # the backend knows what it begins as by its name
+            # The backend knows what it begins as by its name.
+            digests: tuple[str, ...] = ()
+            if isinstance(backend, HasDisks):
+                digests = await asyncio.to_thread(backend.image_layers, spec.environment)
+            hold, layers = await self._environments.layers(digests)
+            return Resolved(hold=hold, layers=layers)
         try:
             return await self._environments.acquire(spec.environment)
         except EnvironmentNotFoundError as error:

@@ -18,6 +18,7 @@ from dsec.image.inventory import find_layer, get_layer, list_layers, remove_laye
 from dsec.image.registry.blobs import BlobCache
 from dsec.image.registry.client import DEFAULT_SETTINGS, RegistrySettings
 from dsec.node.loading import environment_stats, layer_use, record_trace
+from dsec.storage.disks import DiskLayers
 from dsec.storage.layers import LayerLocation
 from dsec.storage.remote import RemoteLayers
 from dsec.wire.environments import (
@@ -67,6 +68,10 @@ class Environments(Protocol):
 
     async def layers(self, digests: Sequence[str]) -> tuple[Hold, tuple[Layer, ...]]:
         """These, lowest first, as a backend mounts them. Raises NotFoundError when one is gone."""
+        ...
+
+    def disks(self) -> DiskLayers:
+        """Disks of machines as layers. Raises UnsupportedError where there is no store of layers."""
         ...
 
     async def list(self) -> list[EnvironmentInfo]: ...
@@ -197,6 +202,9 @@ class StoredEnvironments:
 
     async def hold(self, digests: Collection[str]) -> Hold:
         return self._store.layers.lease(digests)
+
+    def disks(self) -> DiskLayers:
+        return DiskLayers(self._store.layers, self._remote)
 
     async def list(self) -> list[EnvironmentInfo]:
         return await asyncio.to_thread(self._store.list)

@@ -136,6 +136,7 @@ def info_of(image: MachineImage) -> MachineInfo:
         used_bytes=image.used_bytes(),
         sha256=manifest.sha256,
         created_at=manifest.created_at,
+        layers=manifest.layers,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from dsec.backends.base import Backend
 from dsec.backends.fncall.calls import Calls
+from dsec.backends.machines import HasImages
 from dsec.binaries import find_binary
 from dsec.core.clock import Clock, SystemClock
 from dsec.core.errors import (
@@ -383,8 +384,15 @@ class Node:
                 log.warning("layers of removed environments are still mounted", error=str(error))
 
     def layers_in_use(self) -> set[str]:
-        """Of sandboxes and snapshots."""
-        return {digest for sandbox in self.registry for digest in sandbox.row.layers} | self.snapshots.layers()
+        """Of sandboxes, snapshots and images of machines."""
+        images = {
+            digest
+            for backend in self.backends.values()
+            if isinstance(backend, HasImages)
+            for digest in backend.images.layers()
+        }
+        used = {digest for sandbox in self.registry for digest in sandbox.row.layers}
+        return used | self.snapshots.layers() | images
 
     async def collapse_soon(self, environment: EnvironmentInfo) -> None:
         """Beside other work: with many layers, runs of them are made one. It is of use as it is, too, unless they are

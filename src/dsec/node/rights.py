@@ -55,6 +55,10 @@ _ADMIN: Final = (
     Method.MACHINE_BUILD,
     Method.MACHINE_IMPORT,
     Method.MACHINE_REMOVE,
+    Method.MACHINE_PUSH,
+    Method.MACHINE_PULL,
+    Method.MACHINE_COMMIT,
+    Method.MACHINE_COLLAPSE,
     Method.DOCTOR,
 )
 

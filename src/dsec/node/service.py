@@ -23,6 +23,7 @@ from dsec.core.errors import (
 from dsec.core.ids import parse_exec_id, parse_name
 from dsec.core.states import EndCause
 from dsec.node import streams
+from dsec.node.diskdesk import DiskDesk
 from dsec.node.doctor import examine
 from dsec.node.execs import NodeExec
 from dsec.node.files import call_agent, decode_args, session_info, session_open
@@ -64,7 +65,7 @@ class Service:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        desk, machines = LayerDesk(node), MachineDesk(node)
+        desk, machines, disks = LayerDesk(node), MachineDesk(node), DiskDesk(node)
         self._unary: dict[Method, tuple[Any, _Unary]] = {
             Method.CREATE: (records.CreateRequest, self._create),
             Method.CREATE_PLAN: (PlanRequest, self._create_plan),
@@ -107,6 +108,7 @@ class Service:
             Method.VOLUME_REMOVE: (VolumeRef, self._volume_remove),
             **desk.unary(),
             **machines.unary(),
+            **disks.unary(),
             Method.GC: (GcRequest, self._gc),
             Method.CALL: (CallRequest, self._run_call),
             Method.CALL_TYPES: (wire.Nothing, self._call_types),

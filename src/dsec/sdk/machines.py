@@ -11,13 +11,14 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from dsec.core.errors import InvalidArgumentError, NotFoundError, ProtocolError
-from dsec.core.ids import parse_name
+from dsec.core.ids import parse_name, parse_sandbox_id
 from dsec.core.machines import Agent, Bus, Firmware
 from dsec.core.units import parse_size
 from dsec.sdk.environments import told
 from dsec.sdk.requests import as_list
 from dsec.sdk.transport import Transport
-from dsec.wire.environments import BuildEvent, MachineBuild
+from dsec.wire.disks import MachineCommit, MachinePull
+from dsec.wire.environments import BuildEvent, MachineBuild, PushTarget
 from dsec.wire.machines import MachineImport, MachineInfo, MachinePage
 
 E = TypeVar("E", bound=StrEnum)
@@ -97,6 +98,54 @@ class AsyncMachines:
         if done.machine is None:
             raise ProtocolError("the service does not say what it has done")
         return done.machine
+
+    async def push(self, name: str, store: str) -> MachineInfo:
+        """Puts an image into a store: a directory (`file:///…`) or a bucket (`s3://…`). Layers of its disk that are
+        there already are left as they are. `digest` of the answer names all that will be read of it.
+        """
+        return await self._transport.call(
+            "POST",
+            f"/machines/{parse_name(name, 'image name')}:push",
+            MachineInfo,
+            body=PushTarget(store),
+            long=True,
+            repeatable=True,
+            timeout_s=_COPY_TIMEOUT_S,
+        )
+
+    async def pull(self, name: str, store: str, *, image: str | None = None, digest: str | None = None) -> MachineInfo:
+        """Makes the image `image` of a store (without it: the one of this name) the image `name`; its disk is loaded as
+        machines read it. `digest`: as a push told it; no other is taken. Raises ConflictError when there is an image of
+        that name.
+        """
+        request = MachinePull(name=name, store=store, image=image or name, digest=digest)
+        return await self._transport.call(
+            "POST", "/machines/pulls", MachineInfo, body=request, long=True, timeout_s=_COPY_TIMEOUT_S
+        )
+
+    async def commit(self, name: str, sandbox: str) -> MachineInfo:
+        """Makes the disk of a full machine, `sandbox` by its id, the image `name`, as after a power cut at this moment.
+        What it has written lies above the image that it began as, and only that is kept anew.
+        """
+        return await self._transport.call(
+            "POST",
+            f"/sandboxes/{parse_sandbox_id(sandbox)}:commit",
+            MachineInfo,
+            body=MachineCommit(name=name),
+            long=True,
+            timeout_s=_COPY_TIMEOUT_S,
+        )
+
+    async def collapse(self, name: str) -> MachineInfo:
+        """Makes the layers of an image's disk above the lowest one; machines see the same. It needs qemu-img."""
+        return await self._transport.call(
+            "POST",
+            f"/machines/{parse_name(name, 'image name')}:collapse",
+            MachineInfo,
+            long=True,
+            repeatable=True,
+            timeout_s=_COPY_TIMEOUT_S,
+        )
 
     async def remove(self, name: str, *, missing_ok: bool = False) -> None:
         """Removes an image. Machines of it run on. Raises EnvironmentNotFoundError."""

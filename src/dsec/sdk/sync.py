@@ -675,6 +675,29 @@ class Machines(Blocking[AsyncMachines]):
             )
         )
 
+    def push(self, name: str, store: str) -> MachineInfo:
+        """Puts an image into a store: a directory (`file:///…`) or a bucket (`s3://…`). Layers of its disk that are
+        there already are left as they are. `digest` of the answer names all that will be read of it.
+        """
+        return portal().run(self._async.push(name, store))
+
+    def pull(self, name: str, store: str, *, image: str | None = None, digest: str | None = None) -> MachineInfo:
+        """Makes the image `image` of a store (without it: the one of this name) the image `name`; its disk is loaded as
+        machines read it. `digest`: as a push told it; no other is taken. Raises ConflictError when there is an image of
+        that name.
+        """
+        return portal().run(self._async.pull(name, store, image=image, digest=digest))
+
+    def commit(self, name: str, sandbox: str) -> MachineInfo:
+        """Makes the disk of a full machine, `sandbox` by its id, the image `name`, as after a power cut at this moment.
+        What it has written lies above the image that it began as, and only that is kept anew.
+        """
+        return portal().run(self._async.commit(name, sandbox))
+
+    def collapse(self, name: str) -> MachineInfo:
+        """Makes the layers of an image's disk above the lowest one; machines see the same. It needs qemu-img."""
+        return portal().run(self._async.collapse(name))
+
     def remove(self, name: str, *, missing_ok: bool = False) -> None:
         """Removes an image. Machines of it run on. Raises EnvironmentNotFoundError."""
         portal().run(self._async.remove(name, missing_ok=missing_ok))

@@ -13,6 +13,7 @@ from dsec.core.errors import UnsupportedError
 from dsec.core.spec import Environment
 from dsec.image.environments import StoreFacts
 from dsec.node.environments import Hold, Resolved
+from dsec.storage.disks import DiskLayers
 from dsec.wire.environments import (
     BuildEvent,
     BuildRequest,
@@ -38,6 +39,9 @@ class ImaginedEnvironments:
 
     async def layers(self, digests: Sequence[str]) -> tuple[Hold, tuple[Layer, ...]]:
         return _NoHold(), tuple(Layer(digest, "fake", "") for digest in digests)
+
+    def disks(self) -> DiskLayers:
+        raise _nothing_here()
 
     async def list(self) -> list[EnvironmentInfo]:
         return [await self.get("base")]

@@ -3,6 +3,7 @@
     <state>/layers/<digest>/layer.json                      what it is
                             meta.erofs, data.blob           kind "erofs"
                             meta.erofs, chunks.index        kind "erofs", its data in a store
+                            meta.erofs, one of these two    kind "disk", of a machine: what it is, and its file
                             tree/                           kind "directory"
     <state>/staging/<random>/                               being made; its owner holds a lock on it
     <state>/locks/<name>                                    between processes
@@ -43,6 +44,7 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}\Z")
 class LayerKind(enum.StrEnum):
     EROFS = "erofs"
     DIRECTORY = "directory"
+    DISK = "disk"
 
 
 class RemoteBlob(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,8 @@ RESOLVE_IN_ROOT: Final = 0x10
 
 _TMPFS_MAGIC: Final = 0x01021994
 _OPENAT2: Final = 437  # the same number on every architecture
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
 _AGAIN_MAX: Final = 16  # EAGAIN: a rename went on while the kernel looked at ".."
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -37,6 +39,13 @@ def openat2(directory: int, path: bytes, flags: int, *, resolve: int, mode: int 
         if number not in (errno.EAGAIN, errno.EINTR):
             break
     raise OSError(number, os.strerror(number), os.fsdecode(path))
+
+
+def exchange(one: os.PathLike[str], other: os.PathLike[str]) -> None:
+    """Each has the other's name when this returns; at no time is there none of either. Raises OSError."""
+    if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), os.fspath(one))
 
 
 def syncfs(fd: int) -> None:

@@ -12,7 +12,7 @@ from dsec.backends.base import Layer
 from dsec.backends.fake.backend import FakeBackend
 from dsec.backends.fake.host import FakeHost
 from dsec.core.clock import Clock
-from dsec.core.errors import EnvironmentNotFoundError, NotFoundError, UnavailableError
+from dsec.core.errors import EnvironmentNotFoundError, NotFoundError, UnavailableError, UnsupportedError
 from dsec.core.spec import Environment, SandboxSpec, Substrate
 from dsec.image.compose import roles_of
 from dsec.image.environments import StoreFacts
@@ -24,6 +24,7 @@ from dsec.node.registry import Registry
 from dsec.node.service import Service
 from dsec.node.services import Sleep
 from dsec.node.warmpool import WarmPool
+from dsec.storage.disks import DiskLayers
 from dsec.wire.codec import pack, unpack
 from dsec.wire.environments import (
     BuildEvent,
@@ -60,8 +61,14 @@ class FakeEnvironments:
     """Environments of no layers, by the names given, each with this program; a name that is not there is not found."""
 
     def __init__(
-        self, names: Collection[str] = ("base",), *, entrypoint: tuple[str, ...] = (), command: tuple[str, ...] = ()
+        self,
+        names: Collection[str] = ("base",),
+        *,
+        entrypoint: tuple[str, ...] = (),
+        command: tuple[str, ...] = (),
+        disks: DiskLayers | None = None,
     ) -> None:
+        self._disks = disks
         self._program = (entrypoint, command)
         self._infos = {
             name: EnvironmentInfo(name=name, layers=(), size_bytes=0, created_at=0.0, source="fake") for name in names
@@ -78,6 +85,11 @@ class FakeEnvironments:
 
     async def layers(self, digests: Sequence[str]) -> tuple[Hold, tuple[Layer, ...]]:
         return NoHold(), tuple(Layer(digest, "fake", "") for digest in digests)
+
+    def disks(self) -> DiskLayers:
+        if self._disks is None:
+            raise UnsupportedError("this node keeps no layers")
+        return self._disks
 
     async def list(self) -> list[EnvironmentInfo]:
         return list(self._infos.values())

@@ -50,6 +50,8 @@ class MachineInfo(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int  # on the node's disk
     sha256: str
     created_at: float
+    layers: tuple[str, ...] = ()  # of its disk, lowest first; above a file of its own, where there is one
+    digest: str | None = None  # of the record in a store, of one that has just been pushed
 
 
 class MachinePage(msgspec.Struct, frozen=True):

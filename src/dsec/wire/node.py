@@ -93,6 +93,10 @@ class Method(enum.StrEnum):
     SCREEN_ACT = "screen_act"  # screens.ScreenInput → screens.ScreenSize
     MACHINE_LIST = "machine_list"  # Nothing → machines.MachinePage
     MACHINE_IMPORT = "machine_import"  # machines.MachineImport → machines.MachineInfo
+    MACHINE_PUSH = "machine_push"  # disks.MachinePush → machines.MachineInfo
+    MACHINE_PULL = "machine_pull"  # disks.MachinePull → machines.MachineInfo
+    MACHINE_COMMIT = "machine_commit"  # disks.SandboxCommit → machines.MachineInfo
+    MACHINE_COLLAPSE = "machine_collapse"  # machines.MachineRef → machines.MachineInfo
     MACHINE_REMOVE = "machine_remove"  # machines.MachineRef → Done
     CALL = "call"  # calls.CallRequest → calls.CallAnswer
     CALL_TYPES = "call_types"  # Nothing → calls.TaskTypePage

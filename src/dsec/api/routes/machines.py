@@ -13,7 +13,8 @@ from dsec.api.websocket import Socket, bridge
 from dsec.core.ids import parse_name
 from dsec.wire.api import TYPE_NDJSON
 from dsec.wire.codec import unpack
-from dsec.wire.environments import BuildEvent, MachineBuild
+from dsec.wire.disks import MachineCommit, MachinePull, MachinePush, SandboxCommit
+from dsec.wire.environments import BuildEvent, MachineBuild, PushTarget
 from dsec.wire.machines import MachineImport, MachineInfo, MachinePage, MachineRef
 from dsec.wire.node import Done, Method, Nothing, Right
 from dsec.wire.records import SandboxRef
@@ -59,9 +60,36 @@ async def build_machine(request: Request) -> None:
     await tell(request, Method.MACHINE_BUILD, await request.record(MachineBuild))
 
 
+async def push_machine(request: Request) -> Answer:
+    target = await request.record(PushTarget)
+    body = MachinePush(name=_name(request), store=target.store)
+    return await request.forward(Method.MACHINE_PUSH, body, MachineInfo, timeout_s=_COPY_TIMEOUT_S)
+
+
+async def pull_machine(request: Request) -> Answer:
+    body = await request.record(MachinePull)
+    answer = await request.forward(Method.MACHINE_PULL, body, MachineInfo, timeout_s=_COPY_TIMEOUT_S)
+    return replace(answer, status=201)
+
+
+async def commit_machine(request: Request) -> Answer:
+    body = SandboxCommit(request.sandbox, await request.record(MachineCommit))
+    answer = await request.forward(Method.MACHINE_COMMIT, body, MachineInfo, timeout_s=_COPY_TIMEOUT_S)
+    return replace(answer, status=201)
+
+
+async def collapse_machine(request: Request) -> Answer:
+    return await request.forward(
+        Method.MACHINE_COLLAPSE, MachineRef(_name(request)), MachineInfo, timeout_s=_COPY_TIMEOUT_S
+    )
+
+
+def _name(request: Request) -> str:
+    return parse_name(request.segment("name"), "image name")
+
+
 async def remove_machine(request: Request) -> Answer:
-    name = parse_name(request.segment("name"), "image name")
-    return await request.forward(Method.MACHINE_REMOVE, MachineRef(name), Done)
+    return await request.forward(Method.MACHINE_REMOVE, MachineRef(_name(request)), Done)
 
 
 _SCREEN = "/v1/sandboxes/{id}/screen"
@@ -123,6 +151,51 @@ ROUTES = (
         body=MachineBuild,
         answer={TYPE_NDJSON: BuildEvent},
         statuses=(409, 429, 501),
+    ),
+    Route(
+        "POST",
+        "/v1/machines/pulls",
+        pull_machine,
+        "An image of a store as one of the node; its disk is loaded as it is read.",
+        Right.ADMIN,
+        body=MachinePull,
+        answer=MachineInfo,
+        status=201,
+        statuses=(404, 409, 429, 501),
+        mutates=True,
+    ),
+    Route(
+        "POST",
+        "/v1/machines/{name}:push",
+        push_machine,
+        "Put an image, and the layers of its disk that are not there, into a store.",
+        Right.ADMIN,
+        body=PushTarget,
+        answer=MachineInfo,
+        statuses=(404, 429, 501),
+        mutates=True,
+    ),
+    Route(
+        "POST",
+        "/v1/machines/{name}:collapse",
+        collapse_machine,
+        "Make the layers of an image's disk above the lowest one.",
+        Right.ADMIN,
+        answer=MachineInfo,
+        statuses=(404, 429, 501),
+        mutates=True,
+    ),
+    Route(
+        "POST",
+        "/v1/sandboxes/{id}:commit",
+        commit_machine,
+        "The disk of a full machine, as it is now, as an image: what it has written lies above the image it began as.",
+        Right.ADMIN,
+        body=MachineCommit,
+        answer=MachineInfo,
+        status=201,
+        statuses=(409, 429, 501),
+        mutates=True,
     ),
     Route(
         "DELETE",

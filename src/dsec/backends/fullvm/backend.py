@@ -7,15 +7,16 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from dsec.agent.client import AgentClient
-from dsec.backends.base import Capabilities, Instance, InstanceSpec, Probe
+from dsec.backends.base import Capabilities, Instance, InstanceSpec, Layer, Probe
 from dsec.backends.fullvm import machine
 from dsec.backends.fullvm.config import FullvmConfig
 from dsec.backends.fullvm.driver import FullDriver
@@ -34,7 +35,9 @@ from dsec.backends.vm.qmp import MonitorError
 from dsec.backends.vm.templates import Template, Templates, template_key
 from dsec.binaries import find_binary
 from dsec.core.errors import (
+    ConflictError,
     DsecError,
+    GoneError,
     HostError,
     InvalidArgumentError,
     LaunchError,
@@ -139,6 +142,7 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
     async def _wanted(self, instance: InstanceSpec) -> _Wanted:
         check_spec(instance)
         image = await asyncio.to_thread(self.images.get, image_name(instance.spec.environment))
+        image = with_data(image, instance.layers)
         return _Wanted(image, shape_of(instance, image), await self._open())
 
     async def _make(
@@ -253,6 +257,35 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
     async def claim(self, spare: Instance, instance: InstanceSpec) -> Instance:
         raise LaunchError("full machines have no spares", step="claim")
 
+    def image_layers(self, environment: Environment) -> tuple[str, ...]:
+        """Blocking. Raises EnvironmentNotFoundError."""
+        return self.images.get(image_name(environment)).manifest.layers
+
+    @asynccontextmanager
+    async def written(self, id: str) -> AsyncIterator[tuple[MachineImage, list[Path]]]:
+        """The image that it began as, and its files above that, lowest first, which are there while the block runs; an
+        image of another name will do, if it is the same. Raises ConflictError, GoneError."""
+        made = self.instances.get(id)
+        if made is None:
+            raise GoneError("the machine runs no more", sandbox=id)
+        record = made.facts
+
+        async def find() -> Template:
+            return self._templates.find(record.template)
+
+        async with self._templates.held(find) as template:
+            sha256 = self._templates.made_of(template.key).get("image")
+            images = await asyncio.to_thread(self.images.list)
+            image = next((image for image in images if image.manifest.sha256 == sha256), None)
+            if image is None:
+                raise ConflictError("the image that the machine began as has been removed", sandbox=id)
+            yield image, [template.directory / machine.DISK_NAME, Path(record.directory, machine.DISK_NAME)]
+
+    @property
+    def jail_root(self) -> Path:
+        """An empty directory that jails mount their own root at."""
+        return self._place.root
+
     # ---- what is there ---------------------------------------------------------------------------
 
     def _adopted(self, record: FullvmRecord, process: MonitorProcess) -> FullvmInstance:
@@ -287,6 +320,13 @@ def image_name(environment: Environment) -> str:
     return reference.name
 
 
+def with_data(image: MachineImage, layers: Sequence[Layer]) -> MachineImage:
+    """Raises ConflictError when the image is another one than that whose layers were got."""
+    if tuple(layer.digest for layer in layers) != image.manifest.layers:
+        raise ConflictError(f"the image {image.name} has just been made anew", hint="ask again")
+    return replace(image, data=tuple(layer.blob for layer in layers if layer.blob is not None))
+
+
 def check_spec(instance: InstanceSpec) -> None:
     """Raises UnsupportedError or InvalidArgumentError for what no full machine can give."""
     spec = instance.spec
@@ -318,6 +358,7 @@ def shape_of(instance: InstanceSpec, image: MachineImage) -> Shape:
         processors=max(1, min(_PROCESSORS_MAX, math.ceil(spec.cpu))),
         memory_bytes=-(-spec.memory_bytes // (2 * MIB)) * 2 * MIB,
         disk_bytes=-(-(spec.disk_bytes or manifest.disk_bytes) // MIB) * MIB,
+        above=len(image.files) - 1,
     )
 
 

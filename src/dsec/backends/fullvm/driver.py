@@ -14,6 +14,7 @@ from typing import Final
 from dsec.backends.fullvm import machine
 from dsec.backends.fullvm.images import MachineImage
 from dsec.backends.fullvm.machine import DISK_NAME, VARIABLES_NAME, Shape
+from dsec.backends.vm.disks import readable
 from dsec.backends.vm.machine import TEMPLATE, clone_memory, template_memory
 from dsec.backends.vm.monitor import Confines
 from dsec.backends.vm.qcow2 import write_overlay
@@ -52,7 +53,7 @@ class FullDriver(Runner):
         await asyncio.to_thread(self._lay_out, directory, image, shape, confines.uid)
         binds = [*self._base(image, shape), JailBind(str(directory), TEMPLATE, writable=True)]
         argv = self._argv(
-            shape, machine.template_disk(), template_memory(shape.memory_bytes), f"{TEMPLATE}/{VARIABLES_NAME}"
+            shape, machine.template_disk(shape), template_memory(shape.memory_bytes), f"{TEMPLATE}/{VARIABLES_NAME}"
         )
         argv += machine.boot_arguments(shape, tsc_khz=tsc_khz() if self.accelerator == "tcg" else None)
         confines = replace(confines, binds=(*confines.binds, *binds))
@@ -116,13 +117,13 @@ class FullDriver(Runner):
             JailBind(str(template.directory / DISK_NAME), f"{TEMPLATE}/{DISK_NAME}"),
         ]
         memory = clone_memory(shape.memory_bytes, read_only=keeps)
-        argv = self._argv(shape, machine.clone_disk(), memory, f"{machine.OWN}/{VARIABLES_NAME}")
+        argv = self._argv(shape, machine.clone_disk(shape), memory, f"{machine.OWN}/{VARIABLES_NAME}")
         return replace(confines, binds=(*confines.binds, *binds)), [*argv, "-incoming", "defer"]
 
     # ---- inside ----------------------------------------------------------------------------------
 
     def _base(self, image: MachineImage, shape: Shape) -> list[JailBind]:
-        binds = [JailBind(str(image.disk), machine.BASE)]
+        binds = [JailBind(readable(path), machine.layer_path(number)) for number, path in enumerate(image.files)]
         if shape.firmware is Firmware.UEFI:
             binds.append(JailBind(str(self.uefi().code), machine.FIRMWARE_CODE))
         if shape.firmware is Firmware.KERNEL:

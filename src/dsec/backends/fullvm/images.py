@@ -1,8 +1,8 @@
 """Disks that machines begin as: imported or built once, and never changed.
 
-<state>/fullvm/images/<name>/disk           as it came, raw or qcow2
+<state>/fullvm/images/<name>/disk           as it came, raw or qcow2; not of one that was pulled from a store
                              kernel, initrd  of one without a boot loader
-                             manifest.json   what it is
+                             manifest.json   what it is, and which layers lie above the disk, or are it
 A directory appears whole, by a rename. Machines hold the files that they use open, so it may be removed at any time.
 """
 
@@ -15,7 +15,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -35,6 +35,7 @@ from dsec.core.errors import (
 from dsec.core.faults import fault_point
 from dsec.core.ids import parse_name
 from dsec.core.machines import Agent, Bus, Firmware
+from dsec.storage.syscalls import exchange
 from dsec.wire.codec import from_json, to_json
 
 FORMATS: Final = ("raw", "qcow2")
@@ -53,8 +54,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     command_line: str = ""  # of a kernel beside the disk
     env: dict[str, str] = {}  # of commands, where an agent runs them
     disk_bytes: int  # as the machine sees it
-    sha256: str  # of the file of the disk
+    sha256: str  # of the file of the disk, or of all that the disk is made of
     created_at: float
+    base_sha256: str | None = None  # of the file of a disk below layers
+    layers: tuple[str, ...] = ()  # digests, lowest first; all but the first are qcow2, and so is it above a disk
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -63,6 +66,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise LimitError(f"boot_wait_s must be between 0 and {limits.MACHINE_BOOT_WAIT_S_MAX:g}")
         if len(self.command_line.encode()) > limits.MACHINE_COMMAND_LINE_BYTES_MAX or "\0" in self.command_line:
             raise LimitError(f"a command line has at most {limits.MACHINE_COMMAND_LINE_BYTES_MAX} bytes")
+        if len(self.layers) > limits.MACHINE_LAYERS_MAX:
+            raise LimitError(f"the disk of a machine has at most {limits.MACHINE_LAYERS_MAX} layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,12 @@ class MachineImage:
     name: str
     directory: Path
     manifest: Manifest
+    data: tuple[str, ...] = ()  # the files of its layers, once they are to be read
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What its disk is made of, lowest first."""
+        return (*((str(self.disk),) if self.disk.exists() else ()), *self.data)
 
     @property
     def disk(self) -> Path:
@@ -100,6 +111,15 @@ class MachineImages:
             return []
         return [image for path in sorted(self._directory.iterdir()) if (image := self._find(path.name)) is not None]
 
+    def layers(self) -> set[str]:
+        """Digests of the layers that images have; one that cannot be read needs none."""
+        found: set[str] = set()
+        for path in self._directory.iterdir() if self._directory.is_dir() else ():
+            with contextlib.suppress(StorageError):
+                if (image := self._find(path.name)) is not None:
+                    found.update(image.manifest.layers)
+        return found
+
     def get(self, name: str) -> MachineImage:
         """Raises EnvironmentNotFoundError."""
         found = self._find(parse_name(name, "image name"))
@@ -125,12 +145,21 @@ class MachineImages:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self._directory))
 
-    def finish(self, work: Path, name: str, manifest: Manifest) -> MachineImage:
+    def begin_again(self, name: str) -> Path:
+        """As `begin`, of an image that takes the place of one that there is."""
+        self.get(name)
+        return Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self._directory))
+
+    def finish(self, work: Path, name: str, manifest: Manifest, *, again: bool = False) -> MachineImage:
+        """`again`: in the place of the image of this name."""
         fault_point("fullvm.image.finish")
         for path in work.iterdir():
             path.chmod(0o444)
         work.chmod(0o755)
         (work / _MANIFEST).write_bytes(to_json(manifest))
+        if again:
+            exchange(work, self._directory / name)
+            return MachineImage(name, self._directory / name, manifest)
         self._check_free(name)
         try:
             work.rename(self._directory / name)
@@ -139,7 +168,7 @@ class MachineImages:
         return MachineImage(name, self._directory / name, manifest)
 
     def give_up(self, work: Path) -> None:
-        """Idempotent; does nothing to what is finished."""
+        """Idempotent; does nothing to what is finished, but to what that has taken the place of."""
         shutil.rmtree(work, ignore_errors=True)
 
     def add(self, name: str, fill: Callable[[Path], Manifest]) -> MachineImage:
@@ -174,6 +203,12 @@ class MachineImages:
             return MachineImage(name, self._directory / name, from_json(content, Manifest))
         except DsecError as error:
             raise StorageError(f"the manifest of the machine image {name!r} is damaged: {error.message}") from error
+
+
+def chain_sha256(base: str | None, layers: Sequence[str]) -> str:
+    """What a disk is called that is made of these; `base`: of the file of a disk below them."""
+    parts = [*([] if base is None else [f"disk {base}"]), *(f"layer {digest}" for digest in layers)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def copy_disk(source: Path, target: Path, *, format: str) -> tuple[int, str]:

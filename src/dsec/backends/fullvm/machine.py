@@ -43,6 +43,7 @@ class Shape:
     processors: int
     memory_bytes: int
     disk_bytes: int
+    above: int = 0  # layers of the image above its lowest
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ def machine_arguments(
     arguments += ["-blockdev", _json(_disk(shape, disk))]
     # Two drivers of one device: what a system has that knows nothing of virtual machines, and what is fast.
     driver = "virtio-blk-pci" if shape.bus is Bus.VIRTIO else "ide-hd,bus=ide.0"
-    arguments += ["-device", f"{driver},drive=disk,serial=disk,bootindex=1"]
+    # What cannot be read or written is an error to the guest: nobody looks after a machine that QEMU has stopped.
+    arguments += ["-device", f"{driver},drive=disk,serial=disk,bootindex=1,rerror=report,werror=report"]
     arguments += ["-device", "virtio-serial-pci,max_ports=4"]
     for number, (socket, name) in enumerate((("agent", "agent"), ("bell", "bell"), (QGA, "org.qemu.guest_agent.0")), 1):
         arguments += ["-chardev", f"socket,id={socket},path={SOCKETS}/{socket},server=on,wait=off"]
@@ -101,12 +103,18 @@ def boot_arguments(shape: Shape, *, tsc_khz: int | None) -> list[str]:
     return ["-kernel", KERNEL, "-initrd", INITRD, "-append", line.strip()]
 
 
-def template_disk() -> list[Overlay]:
-    return [Overlay(f"{TEMPLATE}/{DISK_NAME}")]
+def template_disk(shape: Shape) -> list[Overlay]:
+    image = [Overlay(layer_path(number)) for number in range(shape.above, 0, -1)]
+    return [Overlay(f"{TEMPLATE}/{DISK_NAME}"), *image]
 
 
-def clone_disk() -> list[Overlay]:
-    return [Overlay(f"{OWN}/{DISK_NAME}"), *template_disk()]
+def clone_disk(shape: Shape) -> list[Overlay]:
+    return [Overlay(f"{OWN}/{DISK_NAME}"), *template_disk(shape)]
+
+
+def layer_path(number: int) -> str:
+    """In the jail, of a file of the image; 0 is the lowest."""
+    return BASE if number == 0 else f"/base/{number}"
 
 
 def _disk(shape: Shape, overlays: Sequence[Overlay]) -> dict[str, Any]:

@@ -35,14 +35,14 @@ def layer_binds(layers: tuple[Layer, ...], images: Path) -> list[JailBind]:
     binds: list[JailBind] = []
     for number, layer in enumerate(layers):
         meta = layer.meta if layer.kind == "erofs" else str(_image_of(layer, images))
-        binds.append(JailBind(_readable(meta), f"/layers/{number}.meta"))
+        binds.append(JailBind(readable(meta), f"/layers/{number}.meta"))
         if has_blob(layer):
             assert layer.blob is not None
-            binds.append(JailBind(_readable(layer.blob), f"/layers/{number}.blob"))
+            binds.append(JailBind(readable(layer.blob), f"/layers/{number}.blob"))
     return binds
 
 
-def _readable(path: str) -> str:
+def readable(path: str) -> str:
     """By monitors, which are nobody's users: what others could not read they cannot reach, in a directory of root's."""
     mode = Path(path).stat().st_mode
     if not mode & 0o004:

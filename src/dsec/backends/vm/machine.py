@@ -82,7 +82,9 @@ def machine_arguments(
         arguments += ["-device", f"virtserialport,chardev={name},nr={number},name={name}"]
     for drive in drives:
         arguments += ["-blockdev", _blockdev(drive)]
-        arguments += ["-device", f"virtio-blk-device,drive={drive.serial},serial={drive.serial}"]
+        # What cannot be read or written is an error to the guest: nobody looks after a machine that QEMU has stopped.
+        errors = "rerror=report,werror=report"
+        arguments += ["-device", f"virtio-blk-device,drive={drive.serial},serial={drive.serial},{errors}"]
     arguments += ["-device", "virtio-rng-device"]
     arguments += ["-qmp", f"unix:{SOCKETS}/qmp,server=on,wait=off"]
     return [*arguments, "-serial", "chardev:console"]

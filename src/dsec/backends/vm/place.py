@@ -96,6 +96,11 @@ class Place:
             pids=processors + _MONITOR_PIDS,
         )
 
+    @property
+    def root(self) -> Path:
+        """Where jails mount their own."""
+        return self._config.machines_dir / _ROOT
+
     def sockets_of(self, name: str) -> Path:
         return self._config.machines_dir / name
 
@@ -114,7 +119,7 @@ class Place:
         return Confines(
             uid=record.uid,
             cgroups=tuple(record.cgroups),
-            root=self._config.machines_dir / _ROOT,
+            root=self.root,
             sockets=Path(record.sockets),
             kvm=kvm,
         )

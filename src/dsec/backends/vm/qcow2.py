@@ -64,6 +64,15 @@ def read_size(path: Path) -> int:
     Raises InvalidArgumentError for what is no qcow2, and for one that would have a monitor open other files: its
     backing file, or a file of its data.
     """
+    return _checked(path, above=False)
+
+
+def check_overlay(path: Path) -> int:
+    """As `read_size`, of one that may stand on another file: a monitor is told on which."""
+    return _checked(path, above=True)
+
+
+def _checked(path: Path, *, above: bool) -> int:
     with path.open("rb") as file:
         head = file.read(_HEADER_BYTES)
     if len(head) < _LAID_OUT.size or head[:4] != _MAGIC.to_bytes(4, "big"):
@@ -71,7 +80,7 @@ def read_size(path: Path) -> int:
     _, version, backing_at, backing_bytes, _, size, encrypted, *_ = _LAID_OUT.unpack_from(head)
     if version not in (2, 3):
         raise InvalidArgumentError(f"the disk is a qcow2 of version {version}; 2 and 3 are known")
-    if backing_at or backing_bytes:
+    if (backing_at or backing_bytes) and not above:
         raise InvalidArgumentError(
             "the disk stands on another file", hint="make it whole: `qemu-img convert -O qcow2 IN OUT`"
         )

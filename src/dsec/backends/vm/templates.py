@@ -24,7 +24,7 @@ from typing import Final
 
 import msgspec
 
-from dsec.core.errors import DsecError, HostError, LaunchError
+from dsec.core.errors import ConflictError, DsecError, HostError, LaunchError, StorageError
 from dsec.core.faults import fault_point
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import from_json, to_json
@@ -97,6 +97,21 @@ class Templates:
                 return
             await asyncio.sleep(_POLL_S)
         raise LaunchError("its template comes and goes", step="template")
+
+    def find(self, key: str) -> Template:
+        """One that a machine was cloned from. Raises ConflictError when it is there no more."""
+        if not (self._directory / key / _MANIFEST).exists():
+            raise ConflictError(
+                "the template that the machine was cloned from has been removed", hint="use one that was made later"
+            )
+        return Template(key, self._directory / key)
+
+    def made_of(self, key: str) -> dict[str, str]:
+        """Raises StorageError."""
+        try:
+            return self._manifest(key).made_of
+        except (OSError, DsecError) as error:
+            raise StorageError(f"the template {key} cannot be read: {error}") from error
 
     def drop(self, key: str) -> None:
         """It does not work: the next `get` makes another. Clones that are being started from it are not disturbed."""

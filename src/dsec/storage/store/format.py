@@ -15,7 +15,8 @@ import msgspec
 import zstandard
 
 from dsec.core import limits
-from dsec.core.errors import StorageError
+from dsec.core.errors import InvalidArgumentError, StorageError
+from dsec.wire import codec
 
 STORE_VERSION: Final = 1
 CHUNK_BYTES: Final = 256 << 10
@@ -23,6 +24,8 @@ CHUNKS_MAX: Final = 4 << 20  # of one layer; more is no number of a chunk
 _CHUNK_BYTES_MIN: Final = 4 << 10  # as native/loader/src/index.rs has them
 _CHUNK_BYTES_MAX: Final = 4 << 20
 _LEVEL: Final = 3
+DISK_FORMATS: Final = ("raw", "qcow2")
+_DISK_BEGINS: Final = b'{"dsec_disk":'
 _RECORD: Final = struct.Struct("<QII32s")  # as native/loader/src/index.rs reads it
 _SEALED: Final = struct.Struct("<QI")
 _THREADS: Final = 4
@@ -70,6 +73,27 @@ class TraceRecord(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     chunk_size: int
     chunks: tuple[int, ...]
+
+
+class DiskMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """The metadata of a layer that is a file of a disk: the digest of the layer names what it is to be read as, too."""
+
+    dsec_disk: int = STORE_VERSION
+    format: str  # raw | qcow2
+    size: int  # as a machine sees it
+
+
+def disk_meta(meta: bytes) -> DiskMeta | None:
+    """None: it is of an image with files. Raises StorageError."""
+    if not meta.startswith(_DISK_BEGINS):
+        return None
+    try:
+        found = codec.from_json(meta, DiskMeta)
+    except InvalidArgumentError as error:
+        raise StorageError(f"what a disk of the store is cannot be read: {error.message}") from error
+    if found.dsec_disk != STORE_VERSION or found.format not in DISK_FORMATS or found.size <= 0:
+        raise StorageError("a disk of the store is of a kind that is not known")
+    return found
 
 
 def manifest_path(digest: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Final, TypeVar
 
 from dsec.core import limits
-from dsec.core.errors import InvalidArgumentError, NotFoundError, StorageError, UnsupportedError
+from dsec.core.errors import InvalidArgumentError, LimitError, NotFoundError, StorageError, UnsupportedError
+from dsec.core.units import format_size
 from dsec.storage.layers import (
     INDEX_NAME,
     META_NAME,
@@ -56,7 +58,7 @@ def sealed_digest(layers: LayerStore, digest: str) -> str:
     layer = layers.get(digest)
     if layer.remote is not None:
         return digest
-    if layer.kind is not LayerKind.EROFS:
+    if layer.kind is LayerKind.DIRECTORY:
         raise UnsupportedError(
             f"layer {digest[:12]} is no image and cannot be published", hint="it needs EROFS images: see `dsec doctor`"
         )
@@ -86,13 +88,31 @@ def publish_layer(layers: LayerStore, digest: str, place: Place) -> format.Layer
             hint="push it from the node that built it",
         )
     record = layers.record(digest)
-    meta = layer.meta.read_bytes()
-    blob = _publish_blob(layers, name, meta, layer.blob, place) if layer.blob is not None else None
+    return _publish(layers, name, layer.meta.read_bytes(), layer.blob, place, record.entries, record.created_at)
+
+
+def publish_disk(layers: LayerStore, disk: Path, what: format.DiskMeta, place: Place) -> str:
+    """As `publish_layer`, of a file that is no layer here. Its digest."""
+    if disk.stat().st_size > limits.IMAGE_BYTES_MAX:
+        raise LimitError(
+            f"a disk in a store has at most {format_size(limits.IMAGE_BYTES_MAX)}, empty parts included",
+            hint="a qcow2 has no empty parts: `qemu-img convert -O qcow2 IN OUT`, and import that",
+        )
+    require_store(place, make=True)
+    meta = codec.to_json(what)
+    name = format.sealed(meta, _ref(disk.stat().st_size), format.hash_chunks(disk))
+    if not is_published(place, name):
+        _publish(layers, name, meta, disk, place, 0, time.time())
+    return name
+
+
+def _publish(
+    layers: LayerStore, name: str, meta: bytes, data: Path | None, place: Place, entries: int, created_at: float
+) -> format.LayerManifest:
+    blob = _publish_blob(layers, name, meta, data, place) if data is not None else None
     ref, packed = format.pack_object(meta)
     place.put(format.object_path("meta", ref.sha256), packed)
-    manifest = format.LayerManifest(
-        digest=name, entries=record.entries, created_at=record.created_at, meta=ref, blob=blob
-    )
+    manifest = format.LayerManifest(digest=name, entries=entries, created_at=created_at, meta=ref, blob=blob)
     place.put(format.manifest_path(name), codec.to_json(manifest))
     return manifest
 
@@ -161,7 +181,7 @@ def attach_layer(layers: LayerStore, digest: str, place: Place) -> LayerLocation
             remote = RemoteBlob(store=place.url, size=blob.size, chunk_size=blob.chunk_size, stored=blob.stored)
         record = LayerRecord(
             digest=digest,
-            kind=LayerKind.EROFS,
+            kind=LayerKind.EROFS if format.disk_meta(meta) is None else LayerKind.DISK,
             size_bytes=size_bytes,
             entries=manifest.entries,
             created_at=manifest.created_at,
