@@ -15,7 +15,6 @@ from dsec.node.rights import REQUIRED
 from dsec.testing.nodes import FAKE_SPEC, NodeClient, StreamEnd, caller_of, fake_node
 from dsec.wire import agent, records
 from dsec.wire.codec import pack
-from dsec.wire.disks import MachineCommit, SandboxCommit
 from dsec.wire.node import (
     AGENT_ARGS,
     ExecResize,
@@ -73,6 +72,7 @@ NO_SANDBOX = {
     Method.MACHINE_PUSH,
     Method.MACHINE_PULL,
     Method.MACHINE_COLLAPSE,
+    Method.MACHINE_COMMIT,  # for administrators, who see all
     Method.VOLUME_CREATE,
     Method.VOLUME_LIST,
     Method.VOLUME_GET,
@@ -109,8 +109,6 @@ def request_for(method: Method, sandbox: str, exec: str) -> Any:
             return records.SandboxRef(sandbox)
         case Method.SCREEN_PICTURE | Method.SCREEN_VIEW:
             return records.SandboxRef(sandbox)
-        case Method.MACHINE_COMMIT:
-            return SandboxCommit(sandbox, MachineCommit(name="image"))
         case Method.SCREEN_ACT:
             return ScreenInput(sandbox, ScreenRequest([PressKey(key="enter")]))
         case Method.EXEC_LIST | Method.SESSION_LIST:
