@@ -67,12 +67,19 @@ def create_many(
     *,
     idempotency_key: str | None = None,
     timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+    queue_s: float = 0.0,
     client: Client | None = None,
     **options: Unpack[CreateOptions],
 ) -> list[Sandbox | DsecError]:
     \"\"\"`count` sandboxes alike: for each, in order, the sandbox or the error that it failed with.\"\"\"
     return Sandbox.create_many(
-        count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, client=client, **options
+        count,
+        environment,
+        idempotency_key=idempotency_key,
+        timeout_s=timeout_s,
+        queue_s=queue_s,
+        client=client,
+        **options,
     )
 
 

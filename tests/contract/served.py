@@ -45,6 +45,7 @@ class Served:
     iam: Iam
     local: aiohttp.ClientSession  # over the UNIX socket, admin
     remote: aiohttp.ClientSession  # over TCP, without credentials
+    fleet: OneNode
 
     async def token(self, project: str, *rights: str) -> dict[str, str]:
         right = highest_right(rights)
@@ -88,9 +89,10 @@ async def serve(service: NodeService, node: NodeId, directory: Path) -> AsyncIte
         aiohttp.ClientSession(f"http://127.0.0.1:{address.port}") as remote,
     ):
         try:
-            yield Served(path, address, server, rpc, keeper, iam, local, remote)
+            yield Served(path, address, server, rpc, keeper, iam, local, remote, fleet)
         finally:
             await server.close(grace_s=0)
+            await fleet.close()
             await keeper.close()
             await rpc.close()
             await admission.close()

@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 
 from dsec.backends.fake.backend import FakeBackend
+from dsec.core.errors import CapacityError
 from dsec.core.ids import new_exec_id
 from dsec.core.spec import Substrate
 from dsec.node.config import NodeConfig
@@ -23,7 +24,7 @@ from dsec.node.node import Node
 from dsec.node.service import Service
 from dsec.serve.imagined import ImaginedEnvironments
 from dsec.wire.frames import FrameDecoder, FrameType, data_of, encode_data, encode_frame
-from tests.contract.served import Served, serve
+from tests.contract.served import Served, serve, until
 
 SPEC = {"environment": {"base": "base"}, "substrate": "fake"}
 
@@ -64,6 +65,27 @@ async def created(api: Served, **spec: Any) -> str:
 
 async def started(api: Served, base: str, shell: str, **more: Any) -> dict[str, Any]:
     return await call(api, "POST", f"{base}/execs", {"id": new_exec_id(), "shell": shell, **more})
+
+
+async def test_a_create_waits_for_room_as_long_as_its_caller(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsec.node.creation.refusal", lambda *_: CapacityError("the node is full"))
+    body, headers = {"spec": SPEC, "queue_s": 60}, {"Idempotency-Key": "k"}
+    refused = await call(api, "POST", "/v1/sandboxes", {**body, "queue_s": 0.05}, status=429, headers=headers)
+    assert (refused["code"], refused["retry_after_s"]) == ("no_capacity", 1.0)
+    await call(api, "POST", "/v1/sandboxes", {**body, "queue_s": 1e9}, status=413)
+
+    async with asyncio.timeout(60):
+        waiting = asyncio.create_task(call(api, "POST", "/v1/sandboxes", body, status=201, headers=headers))
+        await until(lambda: len(api.fleet._queue) == 1)
+        waiting.cancel()  # the connection is closed with it
+        await until(lambda: not len(api.fleet._queue) and not len(api.keeper))
+
+        waiting = asyncio.create_task(call(api, "POST", "/v1/sandboxes", body, status=201, headers=headers))
+        await until(lambda: len(api.fleet._queue) == 1)
+        monkeypatch.undo()
+        api.fleet._try_more(1)
+        made = await waiting
+    assert (await call(api, "POST", "/v1/sandboxes", body, status=201, headers=headers))["id"] == made["id"]
 
 
 async def test_a_command_runs_and_its_output_can_be_fetched_again(api: Served) -> None:

@@ -31,6 +31,7 @@ from dsec.cli.options import (
     Memory,
     Name,
     Pids,
+    Queue,
     Substrate,
     TtlIdle,
     TtlRunning,
@@ -92,6 +93,7 @@ def create(
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="To wait for it.")] = 60.0,
+    queue: Queue = 0.0,
     json: Json = False,
 ) -> None:
     """Create a sandbox and say its id. It lives until `dsec rm`, or its time to live is over."""
@@ -123,6 +125,7 @@ def create(
                 volumes=mounts(volume, dataset),
                 snapshot=snapshot,
                 timeout_s=timeout,
+                queue_s=queue,
             )
             if settings.json:
                 put_json(sandbox.info)

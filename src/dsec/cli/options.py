@@ -31,6 +31,7 @@ Datasets = Annotated[
     ),
 ]
 Pids = Annotated[int, typer.Option(metavar="COUNT", help="Processes and threads at once.")]
+Queue = Annotated[float, typer.Option("--queue", metavar="SECONDS", help="Where there is no room, wait for some.")]
 Env = Annotated[
     list[str] | None,
     typer.Option("--env", "-e", metavar="KEY=VALUE", help="A variable; KEY alone takes it from here. May be repeated."),

@@ -20,7 +20,7 @@ from dsec.cli.console import (
     say,
     settings,
 )
-from dsec.cli.options import Cpu, Datasets, Disk, Env, Environment, Memory, Pids, Substrate, User, Volumes
+from dsec.cli.options import Cpu, Datasets, Disk, Env, Environment, Memory, Pids, Queue, Substrate, User, Volumes
 from dsec.cli.pages import command as register_command
 from dsec.cli.volumes import mounts
 
@@ -71,6 +71,7 @@ def run(
     timeout: Timeout = None,
     stdin: Stdin = False,
     shell: Shell = False,
+    queue: Queue = 0.0,
     keep: Annotated[bool, typer.Option("--keep", help="Do not destroy the sandbox; say its id.")] = False,
     json: Json = False,
 ) -> None:
@@ -90,6 +91,7 @@ def run(
                 volumes=mounts(volume, dataset),
                 user=user,
                 ttl_idle_s=3_600.0,
+                queue_s=queue,
             )
             try:
                 return await _exec(

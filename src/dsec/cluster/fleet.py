@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Final, Protocol
 
 import msgspec
 
+from dsec.cluster.queue import CreateQueue, Patience
 from dsec.cluster.rpc import Rpc
+from dsec.core.clock import Clock, SystemClock
+from dsec.core.errors import CapacityError, DsecError
 from dsec.core.ids import NodeId
+from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
-from dsec.wire.events import EventQuery
+from dsec.wire.events import ENDS, EventKind, EventLine, EventQuery
 from dsec.wire.node import Caller, Method, Nothing, Right, Stream
 from dsec.wire.records import CreateRequest, Health, ListQuery, Sandbox, SandboxPage
 
+log = get_logger(__name__)
+
 HEALTH_TIMEOUT_S: Final = 5.0
+_TRIES: Final = 8  # creates at once, of those that have waited
+_LOOK_S: Final = 2.0
+_SELF: Final = Caller(principal="api", project="/", rights=frozenset({Right.READ, Right.ADMIN}))
 
 
 class Fleet(Protocol):
@@ -37,8 +47,17 @@ class Fleet(Protocol):
         """Those on which there may be more, and that cannot be asked now."""
         ...
 
-    async def create(self, request: CreateRequest, *, caller: Caller, key: str | None, timeout_s: float) -> Sandbox:
-        """As the node does it (`Method.CREATE`): with a key once, whichever replica is asked and however often."""
+    async def create(
+        self,
+        request: CreateRequest,
+        *,
+        caller: Caller,
+        key: str | None,
+        timeout_s: float,
+        patience: Patience | None = None,
+    ) -> Sandbox:
+        """As the node does it (`Method.CREATE`): with a key once, whichever replica is asked and however often. With
+        patience it waits for room, beside `timeout_s`."""
         ...
 
     async def listing(self, query: ListQuery, *, caller: Caller, timeout_s: float) -> SandboxPage: ...
@@ -53,9 +72,18 @@ class Fleet(Protocol):
 class OneNode:
     """Of `dsec up`: the node beside us, which keeps keys and names itself."""
 
-    def __init__(self, rpc: Rpc, node: NodeId) -> None:
+    def __init__(self, rpc: Rpc, node: NodeId, clock: Clock | None = None) -> None:
         self._rpc = rpc
         self._node = node
+        self._queue = CreateQueue(clock or SystemClock())
+        self._tries = 0  # that those who wait may make, until the node refuses one
+        self._listening: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        self._queue.close()
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
 
     def node_for(self, method: Method, named: str | None) -> NodeId:
         return self._node if named is None else NodeId(named)
@@ -69,11 +97,72 @@ class OneNode:
     def silent(self) -> Sequence[NodeId]:
         return ()
 
-    async def create(self, request: CreateRequest, *, caller: Caller, key: str | None, timeout_s: float) -> Sandbox:
-        answer = await self._rpc.call(
-            self._node, Method.CREATE, pack(request), caller=caller, timeout_s=timeout_s, key=key
-        )
-        return unpack(answer, Sandbox)
+    async def create(
+        self,
+        request: CreateRequest,
+        *,
+        caller: Caller,
+        key: str | None,
+        timeout_s: float,
+        patience: Patience | None = None,
+    ) -> Sandbox:
+        body = pack(msgspec.structs.replace(request, queue_s=0.0))
+        while True:
+            try:
+                answer = await self._rpc.call(
+                    self._node, Method.CREATE, body, caller=caller, timeout_s=timeout_s, key=key
+                )
+            except CapacityError as error:
+                if patience is None:
+                    raise
+                self._tries = 0
+                self._listen()
+                await self._queue.wait(caller.project, None, self._choose, patience, error)
+                continue
+            if patience is not None and len(self._queue):
+                self._try_more(_TRIES)  # there was room for this one: perhaps there is for the next
+            return unpack(answer, Sandbox)
+
+    def _choose(self) -> NodeId:
+        if not self._tries:
+            raise CapacityError("the node has refused the one before")
+        self._tries -= 1
+        return self._node
+
+    def _try_more(self, tries: int) -> None:
+        self._tries = max(self._tries, tries)
+        self._queue.wake()
+
+    def _listen(self) -> None:
+        if self._listening is None or self._listening.done():
+            self._listening = asyncio.create_task(self._follow(), name="room for creates")
+
+    async def _follow(self) -> None:
+        """While somebody waits: what ends leaves room. Memory and disk that become free are told by nobody."""
+        stream = None
+        try:
+            await asyncio.sleep(0)  # who asked for this is in the queue then
+            query = EventQuery(kinds=tuple(map(str, (*ENDS, EventKind.PAUSED))))
+            stream = await self._rpc.open(self._node, Method.EVENTS, pack(query), caller=_SELF)
+            heard = asyncio.ensure_future(stream.recv())
+            while len(self._queue):
+                await asyncio.wait({heard}, timeout=_LOOK_S)
+                if not heard.done():
+                    self._try_more(1)
+                elif (frame := heard.result()) is None:
+                    return
+                else:
+                    heard = asyncio.ensure_future(stream.recv())
+                    if unpack(frame.body, EventLine).event is not None:
+                        self._try_more(_TRIES)
+            heard.cancel()
+        except DsecError as error:
+            log.info("the node tells nothing of room for creates", why=error.message)
+            await asyncio.sleep(_LOOK_S)
+            self._try_more(1)
+        finally:
+            if stream is not None:
+                await stream.close()
 
     async def listing(self, query: ListQuery, *, caller: Caller, timeout_s: float) -> SandboxPage:
         answer = await self._rpc.call(self._node, Method.LIST, pack(query), caller=caller, timeout_s=timeout_s)

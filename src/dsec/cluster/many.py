@@ -7,12 +7,15 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, overload
 
+import msgspec
+
 from dsec.cluster.events import EventDesk, EventTail
 from dsec.cluster.members.nodes import Nodes, NodeState, NodeView
 from dsec.cluster.names import Claim, Holder, Names
 from dsec.cluster.operations import Operation, Operations
 from dsec.cluster.pages import merge_pages
-from dsec.cluster.placement import Ask, Candidate, Overlay, Refusal, ask_of, choose, refusals
+from dsec.cluster.placement import Ask, Candidate, Overlay, Refusal, ask_of, choose, refusals, shape_of
+from dsec.cluster.queue import CreateQueue, Patience, Vetoes
 from dsec.cluster.registry import Registry
 from dsec.cluster.rpc import Rpc
 from dsec.core.clock import Clock
@@ -71,17 +74,28 @@ class ManyNodes:
         self._operations = Operations(registry, clock)
         self._names = Names(registry, clock, self._still_there)
         self._overlay = Overlay()
+        self._queue = CreateQueue(clock)
+        nodes.on_news = self._queue.wake
         self._rng = rng or random.Random()
         self._started_at = clock.wall_s()
         self._events = None if events is None else EventDesk(events, clock.wall_s())
 
     # -- creates -----------------------------------------------------------------------------------
 
-    async def create(self, request: CreateRequest, *, caller: Caller, key: str | None, timeout_s: float) -> Sandbox:
+    async def create(
+        self,
+        request: CreateRequest,
+        *,
+        caller: Caller,
+        key: str | None,
+        timeout_s: float,
+        patience: Patience | None = None,
+    ) -> Sandbox:
         until = self._clock.monotonic_s() + timeout_s
+        request = msgspec.structs.replace(request, queue_s=0.0)  # how long it waits is no part of what is asked for
         try:
-            async with asyncio.timeout(timeout_s) as limit:
-                work = _Create(self, request, caller, key, until)
+            async with asyncio.timeout(timeout_s + (0.0 if patience is None else patience.left_s)) as limit:
+                work = _Create(self, request, caller, key, until, patience)
                 return await work.run()
         except TimeoutError as error:
             if not limit.expired():
@@ -131,6 +145,14 @@ class ManyNodes:
     @property
     def names(self) -> Names:
         return self._names
+
+    @property
+    def queue(self) -> CreateQueue:
+        return self._queue
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
 
     def left_s(self, until: float) -> float:
         return max(until - self._clock.monotonic_s(), 0.001)
@@ -182,6 +204,7 @@ class ManyNodes:
         return await self._events.open(query, caller)
 
     async def close(self) -> None:
+        self._queue.close()
         if self._events is not None:
             await self._events.close()
 
@@ -219,18 +242,29 @@ class ManyNodes:
 class _Create:
     """One create, over as many nodes as it takes."""
 
-    def __init__(self, fleet: ManyNodes, request: CreateRequest, caller: Caller, key: str | None, until: float) -> None:
+    def __init__(
+        self,
+        fleet: ManyNodes,
+        request: CreateRequest,
+        caller: Caller,
+        key: str | None,
+        until: float,
+        patience: Patience | None,
+    ) -> None:
         self._fleet = fleet
         self._request = request
         self._caller = caller
         self._key = key
         self._until = until
+        self._patience = patience
         self._tried: set[NodeId] = set()
+        self._unfit: set[NodeId] = set()  # that lack what no waiting gives them
+        self._vetoes = Vetoes(fleet.clock)
         self._claim: Claim | None = None
 
     async def run(self) -> Sandbox:
         operation = await self._operation()
-        node = operation.node if operation is not None else self._choose()
+        node = operation.node if operation is not None else await self._place()
         name = self._request.spec.name
         if name is not None:
             self._claim = await self._fleet.names.claim(self._caller.project, name, node, self._key)
@@ -248,6 +282,8 @@ class _Create:
             alone = operation is None or operation.alone  # else another try may make the sandbox yet
             if self._claim is not None and alone and error.outcome != Outcome.UNKNOWN:
                 await self._fleet.names.drop(self._claim)
+            if operation is not None and alone and isinstance(error, _REFUSALS):
+                await self._fleet.operations.over(operation)
             raise
 
     async def _operation(self) -> Operation | None:
@@ -256,27 +292,55 @@ class _Create:
             return None
         operations, project = self._fleet.operations, self._caller.project
         while True:
-            left_s, full = self._fleet.left_s(self._until), None
+            full: DsecError
             try:
-                return await operations.begin(project, self._key, self._request, self._choose(), timeout_s=left_s)
-            except ConflictError:
-                pass  # it is known
-            except (CapacityError, UnsupportedError) as error:
+                node = self._fleet.choose(self._request, self._tried)
+                return await operations.begin(project, self._key, self._request, node, timeout_s=self._left_s())
+            except (ConflictError, CapacityError, UnsupportedError) as error:
                 full = error  # what was made before for the key is answered all the same
-            known = await operations.again(project, self._key, self._request, timeout_s=left_s)
+            known = await operations.again(project, self._key, self._request, timeout_s=self._left_s())
             if known is not None:
                 return known
-            if full is not None:
+            if isinstance(full, ConflictError):
+                continue
+            if not isinstance(full, CapacityError):
                 raise full
+            node = await self._wait(full)
+            try:
+                return await operations.begin(project, self._key, self._request, node, timeout_s=self._left_s())
+            except ConflictError:
+                continue
 
-    def _choose(self) -> NodeId:
-        return self._fleet.choose(self._request, self._tried)
+    async def _place(self) -> NodeId:
+        """On a node that has not refused it; with patience, once there is one."""
+        try:
+            return self._fleet.choose(self._request, self._tried)
+        except CapacityError as error:
+            return await self._wait(error)
+
+    async def _wait(self, refused: CapacityError) -> NodeId:
+        patience, fleet = self._patience, self._fleet
+        if patience is None:
+            raise refused
+        before_s = patience.left_s
+        node = await fleet.queue.wait(
+            self._caller.project,
+            shape_of(self._request.spec),
+            lambda: fleet.choose(self._request, self._unfit | self._vetoes.now()),
+            patience,
+            refused,
+        )
+        self._until += before_s - patience.left_s
+        self._tried.clear()
+        return node
+
+    def _left_s(self) -> float:
+        return self._fleet.left_s(self._until)
 
     async def _at(self, node: NodeId) -> Sandbox:
         if self._claim is not None and self._claim.holder.node != node:
             self._claim = await self._fleet.names.move(self._claim, node)
-        left_s = self._fleet.left_s(self._until)
-        return await self._fleet.ask(node, self._request, self._caller, self._key, left_s)
+        return await self._fleet.ask(node, self._request, self._caller, self._key, self._left_s())
 
     async def _elsewhere(
         self, error: DsecError, operation: Operation | None, node: NodeId
@@ -295,22 +359,31 @@ class _Create:
             raise error
         if operation is not None and not operation.alone and not isinstance(error, NodeRetiredError):
             raise error  # another try of the key may be under way there, and succeed: it stays at this node
-        self._tried.add(node)
-        if len(self._tried) >= _NODES_TRIED_MAX:
-            raise error
-        try:
-            new = self._choose()
-        except CapacityError:
-            raise error from None
+        new = await self._other(error, node)
         log.info("a create is placed again", refused_by=node, error=error.message)
         if operation is None:
             return None, new
         try:
-            operation = await self._fleet.operations.move(operation, new)
+            operation = await self._fleet.operations.move(operation, new, timeout_s=self._left_s())
         except ConflictError:
             operation = await self._operation()  # another replica has moved it, or tries it
             assert operation is not None
         return operation, operation.node
+
+    async def _other(self, error: DsecError, node: NodeId) -> NodeId:
+        """Than those that have refused. Raises `error` when there is none, and waiting does not help."""
+        self._tried.add(node)
+        self._vetoes.add(node)
+        if isinstance(error, (NotFoundError, UnsupportedError)):
+            self._unfit.add(node)
+        if len(self._tried) < _NODES_TRIED_MAX:
+            try:
+                return self._fleet.choose(self._request, self._tried)
+            except CapacityError:
+                pass  # the node's own word says more
+        if not isinstance(error, CapacityError):
+            raise error
+        return await self._wait(error)
 
 
 def _is_refusal(error: DsecError, *, first: bool) -> bool:

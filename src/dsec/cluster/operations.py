@@ -98,12 +98,20 @@ class Operations:
         revision = await self._registry.create(Bucket.OPS, place, pack(stored), ttl_s=IDEMPOTENCY_TTL_S)
         return Operation(place, node, digest, 1, until, True, revision)
 
-    async def move(self, operation: Operation, node: NodeId) -> Operation:
+    async def over(self, operation: Operation) -> None:
+        """It was refused for sure, and was `alone`: who asks again may be sent elsewhere. Not written is no harm."""
+        try:
+            await self._write(replace(operation, until=0.0))
+        except (ConflictError, UnavailableError):
+            return
+
+    async def move(self, operation: Operation, node: NodeId, *, timeout_s: float) -> Operation:
         """Of one that is `alone`, to another node, after the one of before has refused for sure.
 
         Raises ConflictError when others have tried meanwhile: then ask `again`.
         """
-        return await self._write(replace(operation, node=node, tries=1))
+        until = max(operation.until, self._clock.wall_s() + timeout_s + _SKEW_S)
+        return await self._write(replace(operation, node=node, tries=1, until=until))
 
     async def _write(self, operation: Operation) -> Operation:
         stored = _Stored(node=operation.node, request=operation.request, tries=operation.tries, until=operation.until)

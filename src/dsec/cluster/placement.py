@@ -122,6 +122,15 @@ def ask_of(spec: SandboxSpec) -> Ask:
     )
 
 
+def shape_of(spec: SandboxSpec) -> object:
+    """Equal for those that any node takes or refuses alike, but for their groups."""
+    ask = ask_of(spec)
+    return (
+        ask.substrate, ask.network, ask.features, ask.image, ask.group, ask.apart,
+        frozenset(ask.amounts.items()), frozenset(ask.labels.items()),
+    )  # fmt: skip
+
+
 def why_not(node: Candidate, ask: Ask, overlay: Overlay) -> Refusal | None:
     """None: it can take it. The lasting reasons come before those that pass."""
     if ask.substrate not in node.substrates:

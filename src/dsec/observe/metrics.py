@@ -77,6 +77,10 @@ API_REQUESTS: Final = Counter(
     registry=REGISTRY,
 )
 
+CREATES_QUEUED: Final = Gauge("dsec_creates_queued", "Creates that wait for room at this replica.", registry=REGISTRY)
+CREATES_QUEUE_FULL: Final = Counter(
+    "dsec_creates_queue_full_total", "Creates that were refused as too many waited already.", registry=REGISTRY
+)
 NODES: Final = Gauge("dsec_nodes", "Nodes of the cluster, as a watcher sees them.", ["state"], registry=REGISTRY)
 NODES_LOST: Final = Counter("dsec_nodes_lost_total", "Nodes that a watcher has declared lost.", registry=REGISTRY)
 JOB_LEASES_MISSED: Final = Counter(

@@ -306,11 +306,13 @@ class AsyncClient:
         idempotency_key: str | None = None,
         snapshot: str | AsyncSnapshot | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        queue_s: float = 0.0,
         **options: Unpack[CreateOptions],
     ) -> AsyncSandbox:
         """A new sandbox; arguments as those of `Sandbox.create`."""
         on = snapshot.id if isinstance(snapshot, AsyncSnapshot) else snapshot
-        request = CreateRequest(spec=make_spec(environment, **options), timeout_s=timeout_s, snapshot=on)
+        spec = make_spec(environment, **options)
+        request = CreateRequest(spec=spec, timeout_s=timeout_s, snapshot=on, queue_s=queue_s)
         key = _key(idempotency_key)
         try:
             return AsyncSandbox(self, await self._create(request, key))
@@ -328,12 +330,15 @@ class AsyncClient:
             body=request,
             key=key,
             long=True,
-            timeout_s=request.timeout_s + _MARGIN_S,
+            timeout_s=request.queue_s + request.timeout_s + _MARGIN_S,
             headers={"Prefer": f"wait={request.timeout_s:g}"},
         )
 
     async def _undo(self, request: CreateRequest, key: str) -> None:
-        await AsyncSandbox(self, await self._create(request, key)).destroy()
+        import msgspec
+
+        again = msgspec.structs.replace(request, queue_s=0.0)  # what still waits for room ends with its connection
+        await AsyncSandbox(self, await self._create(again, key)).destroy()
 
     async def create_many(
         self,
@@ -342,11 +347,14 @@ class AsyncClient:
         *,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        queue_s: float = 0.0,
         **options: Unpack[CreateOptions],
     ) -> list[AsyncSandbox | DsecError]:
         """`count` sandboxes alike: for each, in order, the sandbox or the error that it failed with."""
         found: dict[int, AsyncSandbox | DsecError] = {}
-        made = self.iter_create(count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, **options)
+        made = self.iter_create(
+            count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, queue_s=queue_s, **options
+        )
         async with contextlib.aclosing(made) as items:
             async for item in items:
                 found[item.index] = item.sandbox or item.error or ProtocolError("an item without sandbox and error")
@@ -359,6 +367,7 @@ class AsyncClient:
         *,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        queue_s: float = 0.0,
         **options: Unpack[CreateOptions],
     ) -> AsyncGenerator[AsyncCreated, None]:
         """`count` sandboxes alike, each as soon as it is there (or has failed); every index comes once."""
@@ -368,7 +377,7 @@ class AsyncClient:
         key = _key(idempotency_key)
         for first in range(0, count, limits.BATCH_ITEMS_MAX):
             size = min(limits.BATCH_ITEMS_MAX, count - first)
-            request = BatchRequest(spec=spec, count=size, timeout_s=timeout_s)
+            request = BatchRequest(spec=spec, count=size, timeout_s=timeout_s, queue_s=queue_s)
             part = key if first == 0 else f"{key}.{first}"
             async with contextlib.aclosing(self._batch(request, part)) as items:
                 async for item in items:

@@ -19,7 +19,7 @@ def is_retryable(error: DsecError, *, repeatable: bool) -> bool:
     `repeatable`: the request changes nothing, or carries a key or offset by which a second one is recognised.
     """
     if isinstance(error, CapacityError):
-        return error.retry_after_s is not None
+        return error.retry_after_s is not None and "queued_s" not in error.detail  # it has waited for its room already
     if isinstance(error, UnavailableError):
         return repeatable or error.outcome is Outcome.UNCHANGED
     return False

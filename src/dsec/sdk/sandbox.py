@@ -84,6 +84,7 @@ class AsyncSandbox:
         snapshot: str | AsyncSnapshot | None = None,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        queue_s: float = 0.0,
         client: AsyncClient | None = None,
     ) -> AsyncSandbox:
         """A new sandbox, running and reachable; or an error, and nothing of it is left.
@@ -100,7 +101,8 @@ class AsyncSandbox:
         `snapshot`: a name, id or Snapshot. The files are those of the snapshotted sandbox then, and so is its
         environment and whatever is left at its default here, but for the name; `env` and `labels` add to it.
         `idempotency_key`: the same key gives the same sandbox (default: a random one, which makes the retries of this
-        call safe). `client`: default the local service.
+        call safe). `queue_s`: where there is no room it waits for some, so long, in turn with other projects' creates,
+        before `timeout_s` begins. `client`: default the local service.
         Raises CapacityError, LaunchError, EnvironmentNotFoundError, DeadlineError …
         """
         return await _client(client).create(
@@ -128,6 +130,7 @@ class AsyncSandbox:
             snapshot=snapshot,
             idempotency_key=idempotency_key,
             timeout_s=timeout_s,
+            queue_s=queue_s,
         )
 
     @classmethod
@@ -138,12 +141,13 @@ class AsyncSandbox:
         *,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        queue_s: float = 0.0,
         client: AsyncClient | None = None,
         **options: Unpack[CreateOptions],
     ) -> list[AsyncSandbox | DsecError]:
         """`count` sandboxes alike: for each, in order, the sandbox or the error that it failed with."""
         return await _client(client).create_many(
-            count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, **options
+            count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, queue_s=queue_s, **options
         )
 
     @classmethod

@@ -999,6 +999,7 @@ class Sandbox(Blocking[AsyncSandbox]):
         snapshot: str | Snapshot | None = None,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        queue_s: float = 0.0,
         client: Client | None = None,
     ) -> Sandbox:
         """A new sandbox, running and reachable; or an error, and nothing of it is left.
@@ -1015,7 +1016,8 @@ class Sandbox(Blocking[AsyncSandbox]):
         `snapshot`: a name, id or Snapshot. The files are those of the snapshotted sandbox then, and so is its
         environment and whatever is left at its default here, but for the name; `env` and `labels` add to it.
         `idempotency_key`: the same key gives the same sandbox (default: a random one, which makes the retries of this
-        call safe). `client`: default the local service.
+        call safe). `queue_s`: where there is no room it waits for some, so long, in turn with other projects' creates,
+        before `timeout_s` begins. `client`: default the local service.
         Raises CapacityError, LaunchError, EnvironmentNotFoundError, DeadlineError …
         """
         result: Sandbox = wrap(
@@ -1045,6 +1047,7 @@ class Sandbox(Blocking[AsyncSandbox]):
                     snapshot=unwrap(snapshot),
                     idempotency_key=idempotency_key,
                     timeout_s=timeout_s,
+                    queue_s=queue_s,
                     client=unwrap(client),
                 )
             )
@@ -1059,6 +1062,7 @@ class Sandbox(Blocking[AsyncSandbox]):
         *,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        queue_s: float = 0.0,
         client: Client | None = None,
         **options: Unpack[CreateOptions],
     ) -> list[Sandbox | DsecError]:
@@ -1070,6 +1074,7 @@ class Sandbox(Blocking[AsyncSandbox]):
                     environment,
                     idempotency_key=idempotency_key,
                     timeout_s=timeout_s,
+                    queue_s=queue_s,
                     client=unwrap(client),
                     **options,
                 )
@@ -1603,6 +1608,7 @@ class Client(Blocking[AsyncClient]):
         idempotency_key: str | None = None,
         snapshot: str | Snapshot | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        queue_s: float = 0.0,
         **options: Unpack[CreateOptions],
     ) -> Sandbox:
         """A new sandbox; arguments as those of `Sandbox.create`."""
@@ -1613,6 +1619,7 @@ class Client(Blocking[AsyncClient]):
                     idempotency_key=idempotency_key,
                     snapshot=unwrap(snapshot),
                     timeout_s=timeout_s,
+                    queue_s=queue_s,
                     **options,
                 )
             )
@@ -1626,13 +1633,14 @@ class Client(Blocking[AsyncClient]):
         *,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        queue_s: float = 0.0,
         **options: Unpack[CreateOptions],
     ) -> list[Sandbox | DsecError]:
         """`count` sandboxes alike: for each, in order, the sandbox or the error that it failed with."""
         result: list[Sandbox | DsecError] = wrap(
             portal().run(
                 self._async.create_many(
-                    count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, **options
+                    count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, queue_s=queue_s, **options
                 )
             )
         )
@@ -1645,11 +1653,14 @@ class Client(Blocking[AsyncClient]):
         *,
         idempotency_key: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        queue_s: float = 0.0,
         **options: Unpack[CreateOptions],
     ) -> Iterator[Created]:
         """`count` sandboxes alike, each as soon as it is there (or has failed); every index comes once."""
         for item in portal().iterate(
-            self._async.iter_create(count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, **options)
+            self._async.iter_create(
+                count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, queue_s=queue_s, **options
+            )
         ):
             yield wrap(item)
 
@@ -1742,12 +1753,19 @@ def create_many(
     *,
     idempotency_key: str | None = None,
     timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+    queue_s: float = 0.0,
     client: Client | None = None,
     **options: Unpack[CreateOptions],
 ) -> list[Sandbox | DsecError]:
     """`count` sandboxes alike: for each, in order, the sandbox or the error that it failed with."""
     return Sandbox.create_many(
-        count, environment, idempotency_key=idempotency_key, timeout_s=timeout_s, client=client, **options
+        count,
+        environment,
+        idempotency_key=idempotency_key,
+        timeout_s=timeout_s,
+        queue_s=queue_s,
+        client=client,
+        **options,
     )
 
 

@@ -62,6 +62,7 @@ class LocalService:
             rpc = EmbeddedRpc(NodeService(self.node), self.node.id)
             self._stack.push_async_callback(rpc.close)
             fleet = OneNode(rpc, self.node.id)
+            self._stack.push_async_callback(fleet.close)
             jobs = await self._jobs(rpc, fleet)
             await self._api.start(rpc, fleet, jobs)
         except BaseException:

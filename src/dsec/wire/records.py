@@ -87,12 +87,19 @@ class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     spec: SandboxSpec
     timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT
     snapshot: str | None = None  # name or id
+    queue_s: float = 0.0  # to wait for room, when there is none, before `timeout_s` begins
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s <= limits.CREATE_TIMEOUT_S_MAX:
             raise LimitError(f"timeout_s must be above 0 and at most {limits.CREATE_TIMEOUT_S_MAX:g}")
+        _check_queue_s(self.queue_s)
         if self.snapshot is not None:
             parse_name(self.snapshot, "snapshot name")
+
+
+def _check_queue_s(queue_s: float) -> None:
+    if not 0 <= queue_s <= limits.CREATE_QUEUE_S_MAX:
+        raise LimitError(f"queue_s must be between 0 and {limits.CREATE_QUEUE_S_MAX:g}")
 
 
 class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,8 +108,10 @@ class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     spec: SandboxSpec
     count: int
     timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT
+    queue_s: float = 0.0  # of each, as in a create
 
     def __post_init__(self) -> None:
+        _check_queue_s(self.queue_s)
         if not 1 <= self.count <= limits.BATCH_ITEMS_MAX:
             raise LimitError(f"count must be between 1 and {limits.BATCH_ITEMS_MAX}, and is {self.count}")
         if self.spec.name is not None and self.count > 1:

@@ -11,6 +11,7 @@ from dsec.api.jobgate import made_in_job
 from dsec.api.query import Kind, Param
 from dsec.api.request import CALL_MARGIN_S, CALL_TIMEOUT_S, Answer, Request
 from dsec.api.routing import Route
+from dsec.cluster.queue import Patience
 from dsec.core.errors import DeadlineError, InvalidArgumentError
 from dsec.core.limits import LIST_PAGE_DEFAULT, LIST_PAGE_MAX
 from dsec.core.spec import check_labels
@@ -35,6 +36,7 @@ async def create_sandbox(request: Request) -> Answer:
 async def create(request: Request, body: CreateRequest, *, key: str | None, wait_s: float | None = None) -> Sandbox:
     """With a key the creation completes whatever becomes of the caller, and is found by the key."""
     services = request.services
+    patience = Patience(body.queue_s) if body.queue_s else None
     timeout_s = body.timeout_s if wait_s is None or key is not None else min(wait_s, body.timeout_s)
 
     def ask() -> Coroutine[Any, Any, Sandbox]:
@@ -43,6 +45,7 @@ async def create(request: Request, body: CreateRequest, *, key: str | None, wait
             caller=request.caller,
             timeout_s=timeout_s + (CALL_MARGIN_S if timeout_s == body.timeout_s else 0.0),
             key=key,
+            patience=patience,
         )
 
     work = made_in_job(
@@ -54,7 +57,12 @@ async def create(request: Request, body: CreateRequest, *, key: str | None, wait
     )
     if key is None:
         return await work
-    return await _waited(services.keeper.start(work), wait_s)
+    try:
+        return await _waited(services.keeper.start(work), None if wait_s is None else wait_s + body.queue_s)
+    except asyncio.CancelledError:
+        if patience is not None:
+            patience.leave()
+        raise
 
 
 async def _waited(task: asyncio.Task[Sandbox], wait_s: float | None) -> Sandbox:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -81,6 +81,7 @@ class Nodes:
         self._known: dict[Bucket, bool] = {Bucket.NODES: False, Bucket.MEMBERS: False}
         self._ready = asyncio.Event()
         self.changed = asyncio.Event()  # set at each change; who waits clears it
+        self.on_news: Callable[[], None] = lambda: None  # of any node: there may be room
 
     async def start(self, *, timeout_s: float = 60.0) -> None:
         """Returns when it knows all. Raises UnavailableError."""
@@ -135,12 +136,14 @@ class Nodes:
             return
         view.load, view.admits = beat.load, beat.admits
         view.heard_at = view.loaded_at = self._clock.monotonic_s()
+        self.on_news()
 
     def told(self, node: NodeId, load: NodeLoad) -> None:
         """The load that came with a reply: newer than any heartbeat (ruling 32)."""
         view = self._views.get(node)
         if view is not None:
             view.load = load
+            self.on_news()
 
     async def _follow(self, bucket: Bucket) -> None:
         async with contextlib.aclosing(self._registry.watch(bucket)) as news:
@@ -160,6 +163,7 @@ class Nodes:
             else:
                 self._set(bucket, one.key, one.value)
             self.changed.set()
+            self.on_news()
 
     def _keys(self, bucket: Bucket) -> set[str]:
         if bucket == Bucket.NODES:

@@ -1,0 +1,196 @@
+"""Creates that no node takes now: they wait for room, in turn between projects, each for as long as its caller does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from dsec.core.clock import Clock
+from dsec.core.errors import CapacityError
+from dsec.core.ids import NodeId
+from dsec.core.limits import CREATES_QUEUED_MAX, CREATES_QUEUED_PER_PROJECT_MAX
+from dsec.observe import metrics
+
+_PAUSE_S: Final = 0.02  # between two rounds: news come from many nodes at once
+_VETO_S: Final = 1.0  # for so long a node that has refused is not asked again by the same create
+_RETRY_AFTER_S: Final = 1.0
+
+Choose = Callable[[], NodeId]
+"""A node with room, which the choice has taken some of. Raises CapacityError: there is none."""
+
+
+class Patience:
+    """How long one create waits, in all. Its caller may leave: then it waits no more, and what is under way goes on."""
+
+    def __init__(self, queue_s: float) -> None:
+        self.asked_s = self.left_s = queue_s
+        self.number: int | None = None  # of its turn, from its first wait on
+        self._waits: asyncio.Future[NodeId] | None = None
+        self._left = False
+
+    def leave(self) -> None:
+        self._left = True
+        if self._waits is not None and not self._waits.done():
+            self._waits.set_exception(CapacityError("its caller has gone"))
+
+    @property
+    def over(self) -> bool:
+        return self._left or self.left_s <= 0
+
+    def waits(self, turn: asyncio.Future[NodeId] | None) -> None:
+        self._waits = turn
+
+
+class _Waiting:
+    __slots__ = ("choose", "number", "shape", "turn")
+
+    def __init__(self, number: int, shape: object, choose: Choose, turn: asyncio.Future[NodeId]) -> None:
+        self.number = number
+        self.shape = shape
+        self.choose = choose
+        self.turn = turn
+
+
+class CreateQueue:
+    """Of one replica. `wake` says that there may be room: nobody looks for it without being told."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        most: int = CREATES_QUEUED_MAX,
+        per_project: int = CREATES_QUEUED_PER_PROJECT_MAX,
+        pause_s: float = _PAUSE_S,
+    ) -> None:
+        self._clock = clock
+        self._most = most
+        self._per_project = per_project
+        self._pause_s = pause_s
+        self._projects: dict[str, deque[_Waiting]] = {}  # in the order of whose turn it is
+        self._count = 0
+        self._numbers = 0
+        self._round: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    async def wait(
+        self, project: str, shape: object, choose: Choose, patience: Patience, refused: CapacityError
+    ) -> NodeId:
+        """The node to ask, once it is the create's turn and there is one. Those of one `shape` ask for the same.
+
+        Raises `refused` without patience, CapacityError when too many wait, or it waited in vain.
+        """
+        if patience.over:
+            raise refused
+        waiting = self._enter(project, shape, choose, patience, refused)
+        began_s = self._clock.monotonic_s()
+        try:
+            async with asyncio.timeout(patience.left_s) as limit:
+                return await waiting.turn
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise _in_vain(refused, "the create has waited in vain", queued_s=patience.asked_s) from None
+        finally:
+            patience.left_s -= self._clock.monotonic_s() - began_s
+            patience.waits(None)
+            self._leave(project, waiting)
+
+    def wake(self) -> None:
+        """Something has changed: those who wait are offered what there is, soon."""
+        if self._count and self._round is None:
+            self._round = asyncio.get_running_loop().call_later(self._pause_s, self._offer)
+
+    def close(self) -> None:
+        if self._round is not None:
+            self._round.cancel()
+
+    def _enter(
+        self, project: str, shape: object, choose: Choose, patience: Patience, refused: CapacityError
+    ) -> _Waiting:
+        own = self._projects.get(project, ())
+        new = patience.number is None  # else it had its place before others came
+        if new and (self._count >= self._most or len(own) >= self._per_project):
+            metrics.CREATES_QUEUE_FULL.inc()
+            raise _in_vain(refused, f"{self._count} creates wait already, {len(own)} of them of {project}")
+        if patience.number is None:
+            self._numbers += 1
+            patience.number = self._numbers
+        turn: asyncio.Future[NodeId] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(patience.number, shape, choose, turn)
+        patience.waits(turn)
+        line = self._projects.setdefault(project, deque())
+        # One that had its turn, and was refused by the node, is before those that came after it.
+        place = next((index for index, other in enumerate(line) if other.number > waiting.number), len(line))
+        line.insert(place, waiting)
+        self._count += 1
+        metrics.CREATES_QUEUED.set(self._count)
+        return waiting
+
+    def _leave(self, project: str, waiting: _Waiting) -> None:
+        """Out of its line, where it is there yet."""
+        line = self._projects.get(project)
+        if line is not None and waiting in line:
+            line.remove(waiting)
+            self._count -= 1
+            if not line:
+                del self._projects[project]
+        metrics.CREATES_QUEUED.set(self._count)
+
+    def _offer(self) -> None:
+        """One from each project after the other, until nobody who is next in line is helped by what there is."""
+        self._round = None
+        full: set[object] = set()
+        helped = True
+        while helped:
+            helped = False
+            for project in list(self._projects):
+                if self._offer_to(project, full):
+                    helped = True
+                    line = self._projects.pop(project, None)
+                    if line:  # it comes last now, in the next round too
+                        self._projects[project] = line
+
+    def _offer_to(self, project: str, full: set[object]) -> bool:
+        for waiting in tuple(self._projects[project]):
+            if waiting.turn.done() or waiting.shape in full:
+                continue
+            try:
+                node = waiting.choose()
+            except CapacityError:
+                full.add(waiting.shape)
+                continue
+            except Exception as error:
+                waiting.turn.set_exception(error)
+            else:
+                waiting.turn.set_result(node)
+            self._leave(project, waiting)
+            return True
+        return False
+
+
+class Vetoes:
+    """Nodes that have refused one create: they are asked again after a moment, not at once."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._until: dict[NodeId, float] = {}
+
+    def add(self, node: NodeId) -> None:
+        self._until[node] = self._clock.monotonic_s() + _VETO_S
+
+    def now(self) -> set[NodeId]:
+        now = self._clock.monotonic_s()
+        return {node for node, until in self._until.items() if until > now}
+
+
+def _in_vain(refused: CapacityError, why: str, **more: float) -> CapacityError:
+    return CapacityError(
+        f"{why}: {refused.message}",
+        hint=refused.hint,
+        retry_after_s=refused.retry_after_s or _RETRY_AFTER_S,
+        detail={**refused.detail, **more},
+    )
