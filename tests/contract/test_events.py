@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-from contextlib import aclosing
+from contextlib import aclosing, closing
 
 import pytest
 
@@ -49,12 +48,13 @@ def test_the_blocking_client_iterates_too_and_goes_on_at_a_position(service: Run
     labels = {"of": "blocking"}
     with dsec.Client(service.url) as client:
         client.create("base", backend="fake", labels=labels).destroy()
-        first = next(iter(client.events("oldest", labels=labels)))
+        with closing(client.events("oldest", labels=labels)) as events:
+            first = next(events)
         rest = list(client.events(first.position, follow=False, labels=labels))
         assert [first.kind, *(event.kind for event in rest)] == ["created", "running", "destroyed"]
         with client.create("base", backend="fake", labels=labels) as one:
-            found = client.events(rest[-1].position, sandbox=one.id, kinds=("running",))
-            assert [event.sandbox for event in itertools.islice(found, 1)] == [one.id]
+            with closing(client.events(rest[-1].position, sandbox=one.id, kinds=("running",))) as events:
+                assert next(events).sandbox == one.id
         with pytest.raises(InvalidArgumentError):
             list(client.events("nowhere"))
 

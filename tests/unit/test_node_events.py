@@ -156,11 +156,12 @@ async def test_a_caller_is_told_of_its_own_project_and_those_below(client: NodeC
 
 
 async def test_labels_sandbox_and_kinds_are_chosen(client: NodeClient) -> None:
-    one = await make(client, labels={"run": "7", "x": "y"})
+    one = await make(client, labels={"run": "7", "x": "y"}, job="j")
     other = await make(client, labels={"run": "8"})
 
     assert {event.sandbox for event in await told(client, labels={"run": "7"})} == {one}
     assert {event.sandbox for event in await told(client, sandbox=other)} == {other}
+    assert {event.sandbox for event in await told(client, job="j")} == {one}
     assert kinds(await told(client, kinds=("created",))) == ["created", "created"]
     for wrong in ({"kinds": ("nothing",)}, {"after": "7"}, {"after": "a:-1:0"}, {"sandbox": "x"}):
         with pytest.raises(InvalidArgumentError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsec.cli.console import Json, clean, client, find_id, parse_pairs, put_json, run_async, settings
-from dsec.cli.options import Labels
+from dsec.cli.options import Job, Labels
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def events(
         str | None, typer.Option(metavar="POSITION", help="Go on after it; `oldest`: all that is kept.")
     ] = None,
     label: Labels = None,
+    job: Job = None,
     kind: Annotated[list[str] | None, typer.Option(metavar="KIND", help="Only these; may be repeated.")] = None,
     of: Annotated[str | None, typer.Option("--of", metavar="PROJECT", help="This project, and those below it.")] = None,
     json: Json = False,
@@ -40,6 +41,7 @@ def events(
                 project=of,
                 labels=parse_pairs(label, "label"),
                 sandbox=id,
+                job=job,
                 kinds=tuple(kind or ()),
             )
             async with aclosing(found) as items:

@@ -120,6 +120,7 @@ def event_of(row: SandboxRow, kind: EventKind, at: float, **more: Any) -> Event:
         environment="+".join(row.spec.environment.names()),
         incarnation=row.incarnation,
         principal=row.principal,
+        job=row.spec.job,
         **more,
     )
 
@@ -138,6 +139,7 @@ def end_of(tombstone: Tombstone) -> Event:
         environment=sandbox.environment,
         incarnation=sandbox.incarnation,
         principal=tombstone.principal,
+        job=sandbox.job,
         cause=sandbox.cause,
         detail=sandbox.cause_detail,
     )

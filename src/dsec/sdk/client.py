@@ -212,6 +212,7 @@ class AsyncClient:
         project: str | None = None,
         labels: Mapping[str, str] | None = None,
         sandbox: str | None = None,
+        job: str | None = None,
         kinds: Sequence[str] = (),
     ) -> AsyncGenerator[Event, None]:
         """What happens to sandboxes, in order, over lost connections: created, running, paused, resumed, snapshot,
@@ -231,6 +232,7 @@ class AsyncClient:
             project=project,
             labels=labels,
             sandbox=sandbox,
+            job=job,
             kinds=kinds,
         )
         async with contextlib.aclosing(found) as events:

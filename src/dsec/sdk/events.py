@@ -27,11 +27,12 @@ async def follow_events(
     project: str | None,
     labels: Mapping[str, str] | None,
     sandbox: str | None,
+    job: str | None,
     kinds: Sequence[str],
 ) -> AsyncGenerator[Event, None]:
     fixed = [encode_query({"label": f"{key}={value}"}) for key, value in (labels or {}).items()]
     fixed += [encode_query({"kind": kind}) for kind in kinds]
-    fixed.append(encode_query({"project": project, "sandbox": sandbox, "follow": follow}))
+    fixed.append(encode_query({"project": project, "sandbox": sandbox, "job": job, "follow": follow}))
     told: dict[str, int] = {}
     failures, since = 0, 0.0
     while True:

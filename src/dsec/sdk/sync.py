@@ -1554,6 +1554,7 @@ class Client(Blocking[AsyncClient]):
         project: str | None = None,
         labels: Mapping[str, str] | None = None,
         sandbox: str | None = None,
+        job: str | None = None,
         kinds: Sequence[str] = (),
     ) -> Iterator[Event]:
         """What happens to sandboxes, in order, over lost connections: created, running, paused, resumed, snapshot,
@@ -1567,7 +1568,9 @@ class Client(Blocking[AsyncClient]):
         an event of kind "gap" says so. What was read by another process may come once more: by `node` and `number`.
         """
         return portal().iterate(
-            self._async.events(after, follow=follow, project=project, labels=labels, sandbox=sandbox, kinds=kinds)
+            self._async.events(
+                after, follow=follow, project=project, labels=labels, sandbox=sandbox, job=job, kinds=kinds
+            )
         )
 
     def call(self, type: str, code: str, **options: Unpack[CallOptions]) -> CallResult:

@@ -61,6 +61,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     detail: str | None = None
     snapshot: str | None = None
     principal: str | None = None  # who made the sandbox
+    job: str | None = None
 
 
 class Events(msgspec.Struct, frozen=True):
@@ -82,6 +83,7 @@ class EventQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     project: str | None = None  # this one and those below; None: all that the caller sees
     labels: dict[str, str] = {}
     sandbox: str | None = None
+    job: str | None = None
     kinds: tuple[str, ...] = ()  # empty: all
 
     def __post_init__(self) -> None:
@@ -127,11 +129,13 @@ def is_wanted(event: Event, query: EventQuery, seen: str | None) -> bool:
     if query.kinds and event.kind not in query.kinds:
         return False
     if event.sandbox is None:
-        return seen is None and query.project is None and query.sandbox is None and not query.labels
+        chosen = query.project is not None or query.sandbox is not None or query.job is not None or query.labels
+        return seen is None and not chosen
     project = event.project or ""
     return (
         reaches(seen, project)
         and reaches(query.project, project)
         and query.sandbox in (None, event.sandbox)
+        and query.job in (None, event.job)
         and all(event.labels.get(key) == value for key, value in query.labels.items())
     )

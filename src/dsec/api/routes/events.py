@@ -23,6 +23,7 @@ async def read_events(request: Request) -> None:
         project=query["project"],
         labels=labels_of(query["label"]),
         sandbox=query["sandbox"],
+        job=query["job"],
         kinds=tuple(query["kind"]),
     )
     stream = await request.opened(lambda: request.services.fleet.events(asked, caller=request.caller))
@@ -62,6 +63,7 @@ ROUTES = (
             Param("project", Kind.TEXT, "this one and those below it; default: all that the caller sees"),
             Param("label", Kind.TEXT, "key=value of the sandbox; several must all hold", repeated=True),
             Param("sandbox", Kind.TEXT, "of this one"),
+            Param("job", Kind.TEXT, "of sandboxes of this one"),
             Param("kind", Kind.TEXT, "any of these", repeated=True),
         ),
         answer={TYPE_NDJSON: EventLine},
