@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,31 @@ async def test_a_create_that_fails_at_any_step_leaves_nothing(backend: tuple[Ful
             with Faults(1, prefix=point) as faults, pytest.raises(LaunchError):
                 await create(made)
             assert faults.hit is not None, point
+
+
+async def test_a_spare_becomes_the_machine_that_is_asked_for_unless_its_image_is_another_one_now(
+    backend: tuple[FullvmBackend, Watched],
+) -> None:
+    made, watched = backend
+    wanted = instance_spec(Substrate.FULLVM)
+    await (await create(made)).destroy()
+
+    async with no_leaks_async(watched):
+        spare = await made.create(replace(instance_spec(Substrate.FULLVM), spare=True), intend=Intents(), deadline_s=60)
+        pid = spare.pid
+        claimed = await made.claim(spare, wanted)
+        assert (claimed.id, claimed.pid) == (wanted.id, pid)
+        assert made.instances == {wanted.id: claimed}
+        await claimed.destroy()
+
+        other = await made.create(replace(instance_spec(Substrate.FULLVM), spare=True), intend=Intents(), deadline_s=60)
+        made.images.remove("test")
+        add_boot_sector(made.images, "test", wait_s=0.001)
+        with pytest.raises(LaunchError, match="made anew"):
+            await made.claim(other, wanted)
+        await other.destroy()
+        made.images.remove("test")
+        add_boot_sector(made.images, "test", wait_s=0.0)
 
 
 async def test_a_template_that_fails_at_any_step_leaves_nothing(backend: tuple[FullvmBackend, Watched]) -> None:

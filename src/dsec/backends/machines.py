@@ -58,7 +58,6 @@ class HasDisks(HasImages, Protocol):
         runs. Raises ConflictError (one of them is gone), GoneError."""
         ...
 
-    def image_layers(self, environment: Environment) -> tuple[str, ...]:
-        """Digests of the layers that an image of this name has, lowest first. Blocking. Raises
-        EnvironmentNotFoundError."""
+    def image_of(self, environment: Environment) -> MachineImage:
+        """By its name. Blocking. Raises EnvironmentNotFoundError, InvalidArgumentError."""
         ...

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dsec.cli.console import Json, age, client, put_json, run_async, say, settings, table
 from dsec.cli.pages import command
-from dsec.wire.machines import MachineInfo
+
+if TYPE_CHECKING:
+    from dsec.wire.machines import MachineInfo
 
 app = typer.Typer(help="Images that full machines begin as.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the image.", show_default=False)]

@@ -217,11 +217,11 @@ class Creation:
             return await origin.acquire(self._environments)
         if not backend.capabilities.layers:
             # The backend knows what it begins as by its name.
-            digests: tuple[str, ...] = ()
-            if isinstance(backend, HasDisks):
-                digests = await asyncio.to_thread(backend.image_layers, spec.environment)
-            hold, layers = await self._environments.layers(digests)
-            return Resolved(hold=hold, layers=layers)
+            if not isinstance(backend, HasDisks):
+                return Resolved(hold=await self._environments.hold(()))
+            manifest = (await asyncio.to_thread(backend.image_of, spec.environment)).manifest
+            hold, layers = await self._environments.layers(manifest.layers)
+            return Resolved(hold=hold, layers=layers, env=manifest.env)
         try:
             return await self._environments.acquire(spec.environment)
         except EnvironmentNotFoundError as error:

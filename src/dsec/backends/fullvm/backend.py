@@ -51,6 +51,7 @@ from dsec.core.spec import Environment, NetworkMode, Substrate
 from dsec.density.cgroups import CgroupPlan
 from dsec.observe.logs import get_logger
 from dsec.wire.agent import ClaimArgs
+from dsec.wire.codec import pack
 
 log = get_logger(__name__)
 
@@ -96,6 +97,7 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
             own_machine=True,
             layers=False,
             screen=True,
+            warm=True,
             memory_limit=True,
             cpu_limit=self._place.host.limits("cpu") is not None,
             pids_limit=False,
@@ -167,6 +169,8 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
         async with self._starting(made, process, template=template.key):
             made.take(await driver.start_clone(process, template, confines.sockets, confines.uid))
             await self._awaken(made, instance, wanted.image)
+        if instance.spare:
+            made.spare_of = _kind(instance, wanted)
         return made
 
     async def _awaken(self, made: FullvmInstance, instance: InstanceSpec, image: MachineImage) -> None:
@@ -182,7 +186,8 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
         try:
             await client.clock(paused_s=0.0, wall_s=time.time())
             await client.reseed(secrets.token_bytes(_SEED_BYTES))
-            await client.claim(claim_args(instance, image.manifest.env))
+            if not instance.spare:
+                await client.claim(claim_args(instance, image.manifest.env))
         finally:
             client.close()
 
@@ -248,18 +253,22 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
             async with guest_agent(sockets / machine.QGA, owner=owner) as guest:
                 await guest.wait_until_up(timeout_s=self._config.boot_s)
 
-    # ---- spares: a clone is made as fast -----------------------------------------------------------
+    # ---- spares ----------------------------------------------------------------------------------
 
     async def shape(self, instance: InstanceSpec) -> bytes | None:
-        check_spec(instance)
-        return None
+        return _kind(instance, await self._wanted(instance))
 
-    async def claim(self, spare: Instance, instance: InstanceSpec) -> Instance:
-        raise LaunchError("full machines have no spares", step="claim")
+    async def claim(self, spare: Instance, instance: InstanceSpec) -> FullvmInstance:
+        """Its agent, if it has ours, names it, as told by the caller."""
+        assert isinstance(spare, FullvmInstance)
+        if spare.spare_of != await self.shape(instance):
+            raise LaunchError("the image has been made anew since the spare was", step="claim")
+        self.instances[instance.id] = self.instances.pop(spare.id, spare)
+        spare.become(msgspec.structs.replace(spare.facts, sandbox=instance.id))
+        return spare
 
-    def image_layers(self, environment: Environment) -> tuple[str, ...]:
-        """Blocking. Raises EnvironmentNotFoundError."""
-        return self.images.get(image_name(environment)).manifest.layers
+    def image_of(self, environment: Environment) -> MachineImage:
+        return self.images.get(image_name(environment))
 
     @asynccontextmanager
     async def written(self, id: str) -> AsyncIterator[tuple[MachineImage, list[Path]]]:
@@ -308,6 +317,11 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
             task.cancel()
         await asyncio.gather(*self._booting, return_exceptions=True)
         await super().close()
+
+
+def _kind(instance: InstanceSpec, wanted: _Wanted) -> bytes:
+    """Of a spare: what it may become."""
+    return pack([repr(wanted.shape), instance.spec.cpu])
 
 
 def image_name(environment: Environment) -> str:

@@ -16,6 +16,8 @@ from dsec.core.machines import Agent
 
 
 class FullvmInstance(MachineInstance[FullvmRecord]):
+    spare_of = b""  # of a spare: what it may become
+
     def __init__(self, backend: Remover[FullvmRecord], record: FullvmRecord, process: MonitorProcess) -> None:
         super().__init__(backend, record, process)
         self.screen = MachineScreen(self.control, Path(record.sockets), owner=record.uid, sandbox=record.sandbox)
