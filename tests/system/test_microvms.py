@@ -22,6 +22,7 @@ from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
 from dsec.serve.service import LocalService
 from dsec.testing.waiting import eventually
+from tests.system.container_images import make_root
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
@@ -325,3 +326,48 @@ async def test_an_environment_that_lives_in_a_store_makes_microvms_too(
 
     stats = await client.environments.stats("far")
     assert all(layer.store is not None and layer.present_bytes > 0 for layer in stats.layers)
+
+
+_PRELOAD = """\
+#!/bin/bash
+python3 -c 'import json' > /dev/null 2>&1
+(exec -a warm-server sleep 1000000) &
+echo "$HOME $0" > /run/warmed
+"""
+_FIND = """\
+for p in /proc/[0-9]*; do IFS= read -r -d "" name < $p/cmdline; [ "$name" = warm-server ] && cat $p/cgroup; done
+"""
+
+
+@in_module
+async def test_what_an_environment_preloads_all_its_machines_begin_with(
+    machines: tuple[Place, LocalService, AsyncClient], tmp_path: Path
+) -> None:
+    _, _, client = machines
+    root = make_root(tmp_path / "root", python=False)
+    (root / "etc/dsec").mkdir()
+    (root / "etc/dsec/preload").write_text(_PRELOAD)
+    (root / "etc/dsec/preload").chmod(0o755)
+    await client.environments.build("warm", dsec.DirectorySource(str(root)))
+
+    for _ in range(2):
+        async with await client.create("warm", backend="microvm", memory=MEMORY, timeout_s=240) as sb:
+            assert (await sb.exec("cat /run/warmed")).stdout == "/root /etc/dsec/preload\n"
+            assert "preload" in (await sb.exec(_FIND)).stdout
+
+
+@pytest.mark.slow
+@in_module
+async def test_a_preload_that_fails_is_told_with_its_last_words(
+    machines: tuple[Place, LocalService, AsyncClient], tmp_path: Path
+) -> None:
+    place, _, client = machines
+    root = make_root(tmp_path / "root", python=False)
+    (root / "etc/dsec").mkdir()
+    (root / "etc/dsec/preload").write_text("#!/bin/bash\necho no such module\nexit 3\n")
+    (root / "etc/dsec/preload").chmod(0o755)
+    await client.environments.build("broken", dsec.DirectorySource(str(root)))
+
+    async with place.no_leaks():
+        with pytest.raises(errors.LaunchError, match=r"no such module[\s\S]*preload failed: exit status: 3"):
+            await client.create("broken", backend="microvm", memory=MEMORY, timeout_s=240)

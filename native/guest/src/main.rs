@@ -3,6 +3,7 @@
 
 mod devices;
 mod plan;
+mod preload;
 mod root;
 
 use std::ffi::{CStr, CString};
@@ -59,7 +60,12 @@ fn run() -> Result<Never> {
     root::enter()?;
     let cgroup = root::make_cgroups(plan.pids)?;
     loopback_up().doing("bring up", "the loopback device")?;
-    // 4. From here on this process is the agent, which serves nobody before it is told whom.
+    // 4. What all machines of the environment begin with.
+    preload::run(
+        &format!("{}/preload", root::CGROUP),
+        &format!("{}/agent", root::CGROUP),
+    )?;
+    // 5. From here on this process is the agent, which serves nobody before it is told whom.
     Err(become_agent(agent, cgroup, &entrance))
 }
 

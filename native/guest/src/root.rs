@@ -19,7 +19,7 @@ const ROOT: &str = "/root";
 const ETC: &str = "/etc-files";
 const PLAIN: u64 = NO_SUID | NO_DEVICES | NO_EXEC;
 /// Of our cgroup: the agent and the work are below it.
-const CGROUP: &str = "/sys/fs/cgroup/dsec";
+pub const CGROUP: &str = "/sys/fs/cgroup/dsec";
 
 pub fn mount_kernel() -> Result<()> {
     mount("devtmpfs", "dev", "/dev", NO_SUID, "mode=755")?;
