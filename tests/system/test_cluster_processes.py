@@ -23,6 +23,7 @@ from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
 from dsec.testing.clusters import ClusterProcesses, cluster_processes
 from dsec.testing.nats_servers import NatsServers, nats_server
+from dsec.wire.events import Event
 from tests.contract.served import until
 
 SPEC = {"environment": {"base": "base"}, "substrate": "fake"}
@@ -149,6 +150,33 @@ async def test_any_replica_answers_for_any_sandbox(cluster: ClusterProcesses, ca
     unknown = ids[0].replace(ids[0][4:12], "zzzzzzzz")
     status, body = await caller.ask("GET", f"/sandboxes/{unknown}")
     assert (status, body["code"]) == (410, "node_retired")
+
+
+async def events_of(cluster: ClusterProcesses, sandbox: str, count: int, at: str = "api2") -> list[Event]:
+    """So many, or what there is after a while."""
+    found: list[Event] = []
+    async with AsyncClient(f"unix://{cluster.socket(at)}") as client:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(20), contextlib.aclosing(client.events("oldest", sandbox=sandbox)) as events:
+                async for event in events:
+                    found.append(event)
+                    if len(found) == count:
+                        break
+    return found
+
+
+async def test_what_happens_on_any_node_is_told_by_any_replica(cluster: ClusterProcesses, caller: Caller) -> None:
+    ids = [await caller.create(f"told-{number}") for number in range(4)]
+    for id in ids:
+        await caller.ask("DELETE", f"/sandboxes/{id}")
+    for at in APIS:
+        for id in ids:
+            told = await events_of(cluster, id, 3, at)
+            assert [event.kind for event in told] == ["created", "running", "destroyed"]
+    cluster.kill("api1")
+    await asyncio.to_thread(cluster.start_api, "api1")
+    again = await events_of(cluster, ids[0], 3, "api1")
+    assert [event.position for event in again] == [event.position for event in await events_of(cluster, ids[0], 3)]
 
 
 async def test_output_goes_on_at_another_replica_by_offset(cluster: ClusterProcesses, caller: Caller) -> None:
@@ -278,12 +306,12 @@ async def test_a_lost_node_comes_back_with_its_sandboxes_and_without_their_names
     try:
         await until(lambda: f'"node":"{victim}"' in cluster.log("watcher"), deadline_s=120)
         async with asyncio.timeout(60):
-            while True:
-                status, body = await caller.ask("GET", f"/sandboxes/{old['id']}")
-                if body.get("detail") == {"node_state": "lost"}:
-                    break
+            while (status := (await caller.ask("GET", f"/sandboxes/{old['id']}"))[0]) == 503:  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
-        assert status == 503
+        _, gone = await caller.ask("GET", f"/sandboxes/{old['id']}", at=1)
+        assert (status, gone["state"], gone["cause"]) == (200, "failed", "node_lost")
+        status, body = await caller.ask("POST", f"/sandboxes/{old['id']}/pause")
+        assert (status, body["code"], body["outcome"]) == (410, "gone", "gone")
         status, new = await caller.ask("POST", "/sandboxes", json={"spec": spec})
         assert (status, new["node"]) == (201, cluster.nodes["node2"])
     finally:
@@ -295,6 +323,8 @@ async def test_a_lost_node_comes_back_with_its_sandboxes_and_without_their_names
     _, back = await caller.ask("GET", f"/sandboxes/{old['id']}", at=1)
     _, page = await caller.ask("GET", f"/sandboxes?name={spec['name']}", at=1)
     assert (back["state"], back["name"]) == ("running", None)
+    told = await events_of(cluster, old["id"], 4)
+    assert [event.kind for event in told] == ["created", "running", "failed", "returned"]
     assert [found["id"] for found in page["sandboxes"]] == [new["id"]]
 
 

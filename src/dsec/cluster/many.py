@@ -18,6 +18,7 @@ from dsec.cluster.placement import Ask, Candidate, Overlay, Refusal, ask_of, cho
 from dsec.cluster.queue import CreateQueue, Patience, Vetoes
 from dsec.cluster.registry import Registry
 from dsec.cluster.rpc import Rpc
+from dsec.cluster.tombstones import cause_of
 from dsec.core.clock import Clock
 from dsec.core.errors import (
     CapacityError,
@@ -34,6 +35,7 @@ from dsec.core.errors import (
     UnsupportedError,
 )
 from dsec.core.ids import NodeId, node_of, parse_node_id, parse_sandbox_id
+from dsec.core.states import ENDED
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
 from dsec.wire.cursors import decode_cursor
@@ -113,8 +115,7 @@ class ManyNodes:
 
     def silent(self) -> Sequence[NodeId]:
         now = self._clock.monotonic_s()
-        away = (NodeState.AWAY, NodeState.LOST)
-        return [view.id for view in self._nodes if view.member is not None and view.state(now) in away]
+        return [view.id for view in self._nodes if view.member is not None and _is_silent(view, now)]
 
     def choose(self, request: CreateRequest, tried: set[NodeId]) -> NodeId:
         """Raises CapacityError when no node takes it now, UnsupportedError when none ever would."""
@@ -172,10 +173,11 @@ class ManyNodes:
         now = self._clock.monotonic_s()
         asked, missing = [], []
         for view in self._nodes:
-            state = view.state(now)
-            if state == NodeState.LOST:
+            if view.member is None:
+                continue
+            if view.state(now) == NodeState.LOST and not view.buried:
                 missing.append(str(view.id))
-            elif state != NodeState.RETIRED and view.member is not None:
+            elif cause_of(view, now) is None or ENDED.intersection(query.states):
                 asked.append(view.id)
         turn = asyncio.Semaphore(_LISTED_AT_ONCE)
         pages: list[SandboxPage] = []
@@ -384,6 +386,11 @@ class _Create:
         if not isinstance(error, CapacityError):
             raise error
         return await self._wait(error)
+
+
+def _is_silent(view: NodeView, now: float) -> bool:
+    state = view.state(now)
+    return state == NodeState.AWAY or (state == NodeState.LOST and not view.buried)
 
 
 def _is_refusal(error: DsecError, *, first: bool) -> bool:

@@ -239,6 +239,8 @@ EVENTS_KEPT_S: Final = 3 * 86_400.0  # three days: who reads events comes back o
 ENGINE_WAIT_S: Final = 15.0  # for an answer of the engine: without a leader it is silent for up to 10 s
 ENGINE_PENDING_BYTES_MAX: Final = 2 * MIB  # written while the engine is away; beyond it writers are told at once
 
+TOMBSTONES_OF_NODE_MAX: Final = 10_000  # of a node that is lost, for a day; each is a key of the registry
+
 # Events
 EVENTS_NODE_BYTES_MAX: Final = 64 * MIB  # kept by a node, some 200,000: a day of a busy one; the oldest go first
 EVENTS_READ_MAX: Final = 256  # looked at for one piece of an answer: bounds its memory, and others' wait meanwhile

@@ -50,3 +50,4 @@ class EndCause(enum.StrEnum):
     PLATFORM_FAILURE = "platform_failure"
     NODE_REBOOTED = "node_rebooted"
     NODE_LOST = "node_lost"
+    NODE_RETIRED = "node_retired"

@@ -12,7 +12,7 @@ from dsec.core.limits import EVENTS_KEPT_S, EVENTS_NODE_BYTES_MAX, EVENTS_READ_M
 from dsec.core.states import EndCause, SandboxState
 from dsec.node.rows import SandboxRow, Tombstone
 from dsec.wire.codec import pack, unpack
-from dsec.wire.events import Event, EventKind
+from dsec.wire.events import Event, EventKind, Figures
 from dsec.wire.following import Bell, EventPage, Place
 
 SCHEMA: Final = """
@@ -121,7 +121,20 @@ def event_of(row: SandboxRow, kind: EventKind, at: float, **more: Any) -> Event:
         incarnation=row.incarnation,
         principal=row.principal,
         job=row.spec.job,
+        made=_figures(row) if kind is EventKind.CREATED else None,
         **more,
+    )
+
+
+def _figures(row: SandboxRow) -> Figures:
+    spec = row.spec
+    return Figures(
+        created_at=row.created_at,
+        cpu=spec.cpu,
+        memory_bytes=spec.memory_bytes,
+        pids_max=spec.pids_max,
+        network=str(spec.network),
+        disk_bytes=spec.disk_bytes,
     )
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from dsec.backends.base import Capabilities, InstanceUsage
-from dsec.core.errors import GoneError
 from dsec.core.ids import NodeId
 from dsec.core.spec import SandboxSpec
-from dsec.core.states import ENDED
 from dsec.node.accounting import UsageMeter
 from dsec.node.exectable import ExecTable
 from dsec.node.rows import SandboxRow
+from dsec.wire.errors import gone_error as gone_error  # beside the other shapes of a sandbox
 from dsec.wire.records import Metrics, Sandbox
 
 
@@ -79,10 +76,3 @@ def metrics_of(
         output_recorded_bytes=recorded,
         output_dropped_bytes=dropped,
     )
-
-
-def gone_error(view: Sandbox) -> GoneError:
-    """Its tombstone, as an error: what any use of an ended sandbox gets."""
-    ended = view.state if view.state in ENDED else "ending"
-    why = f": {view.cause}" if view.cause else ""
-    return GoneError(f"the sandbox is {ended}{why}", sandbox=view.id, detail=msgspec.to_builtins(view))

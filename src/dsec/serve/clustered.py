@@ -29,6 +29,7 @@ from dsec.cluster.members.membership import Membership
 from dsec.cluster.members.nodes import Nodes
 from dsec.cluster.members.watcher import Watcher
 from dsec.cluster.publishing import EventPublisher
+from dsec.cluster.tombstones import TombstoneRpc
 from dsec.core.clock import SystemClock
 from dsec.core.errors import DsecError, InvalidArgumentError, NodeRetiredError, PlatformError, UnavailableError
 from dsec.node.events import event_of
@@ -134,9 +135,10 @@ class ApiProcess(_Clustered):
     async def _start(self) -> None:
         await self.connect(f"api-{secrets.token_hex(6)}")
         nodes = await self.follow_nodes()
-        rpc = RemoteRpc(nodes, self.identity.to_nodes(), heard=nodes.told)
-        self.stack.push_async_callback(rpc.close)
         registry = EngineRegistry(self.engine)
+        remote = RemoteRpc(nodes, self.identity.to_nodes(), heard=nodes.told)
+        rpc = TombstoneRpc(remote, nodes, registry, self.clock)
+        self.stack.push_async_callback(rpc.close)
         tail = EventTail(EngineLog(self.engine), self.identity.unit)
         await tail.start()
         self.stack.push_async_callback(tail.close)

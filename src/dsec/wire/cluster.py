@@ -33,6 +33,7 @@ class Ruling(msgspec.Struct, frozen=True, kw_only=True):
     wanted: Wanted = Wanted.SERVE
     lost_term: int = 0  # that was declared lost: what its sandboxes were called is free again
     lost_at: float | None = None
+    buried_term: int = 0  # whose sandboxes have tombstones, as it is lost or retired
     note: str = ""  # of the operator
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import msgspec
 
-from dsec.core.errors import DsecError, Outcome, error_class
+from dsec.core.errors import DsecError, GoneError, Outcome, error_class
+from dsec.core.states import ENDED
+from dsec.wire.records import Sandbox
 
 
 class ErrorBody(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -53,3 +55,10 @@ def error_of(body: ErrorBody) -> DsecError:
         retry_after_s=body.retry_after_s,
         detail=body.detail,
     )
+
+
+def gone_error(view: Sandbox) -> GoneError:
+    """Its tombstone, as an error: what any use of an ended sandbox gets."""
+    ended = view.state if view.state in ENDED else "ending"
+    why = f": {view.cause}" if view.cause else ""
+    return GoneError(f"the sandbox is {ended}{why}", sandbox=view.id, detail=msgspec.to_builtins(view))

@@ -44,6 +44,17 @@ class EventKind(enum.StrEnum):
 ENDS = frozenset((EventKind.DESTROYED, EventKind.EXPIRED, EventKind.FAILED))
 
 
+class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a sandbox was given."""
+
+    created_at: float
+    cpu: float
+    memory_bytes: int
+    pids_max: int
+    network: str
+    disk_bytes: int | None = None
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: str  # EventKind; later versions may have more
     at: float
@@ -62,6 +73,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     snapshot: str | None = None
     principal: str | None = None  # who made the sandbox
     job: str | None = None
+    made: Figures | None = None  # of `created`
 
 
 class Events(msgspec.Struct, frozen=True):

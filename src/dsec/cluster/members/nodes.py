@@ -56,6 +56,11 @@ class NodeView:
             return NodeState.LOST if lost else NodeState.AWAY
         return NodeState.SUSPECT if now - self.heard_at > SUSPECT_S else NodeState.LIVE
 
+    @property
+    def buried(self) -> bool:
+        """Of its last term: what it had is known to be gone. While it is lost or retired."""
+        return self.member is not None and self.ruling.buried_term >= self.member.term
+
     def closed(self, now: float) -> str | None:
         """Why it takes nothing new; None: it does."""
         state = self.state(now)

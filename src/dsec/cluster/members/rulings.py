@@ -40,6 +40,15 @@ async def declare_lost(registry: Registry, member: Member, *, at: float) -> Ruli
     return await _change(registry, NodeId(member.node), change)
 
 
+async def note_buried(registry: Registry, member: Member) -> Ruling:
+    """What sandboxes of this term there were has tombstones."""
+
+    def change(old: Ruling) -> Ruling:
+        return msgspec.structs.replace(old, buried_term=max(old.buried_term, member.term))
+
+    return await _change(registry, NodeId(member.node), change)
+
+
 async def _change(registry: Registry, node: NodeId, change: Callable[[Ruling], Ruling]) -> Ruling:
     key = ruling_key(node)
     for _ in range(_ROUNDS):

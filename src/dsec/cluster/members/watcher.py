@@ -10,15 +10,18 @@ from typing import Final
 from dsec.cluster.jobs.keeper import JobKeeper
 from dsec.cluster.leases import Held, Lease
 from dsec.cluster.log import Log, LogStream, verdict_subject
-from dsec.cluster.members.nodes import Nodes, NodeState
-from dsec.cluster.members.rulings import declare_lost
+from dsec.cluster.members.nodes import Nodes, NodeState, NodeView
+from dsec.cluster.members.rulings import declare_lost, note_buried
 from dsec.cluster.members.verdicts import verdicts
 from dsec.cluster.registry import Registry
+from dsec.cluster.tombstones import bury
 from dsec.core.clock import Clock
 from dsec.core.errors import ConflictError, DsecError
 from dsec.core.ids import NodeId
+from dsec.core.states import EndCause
 from dsec.observe import metrics
 from dsec.observe.logs import get_logger
+from dsec.wire.cluster import Wanted
 from dsec.wire.codec import pack
 from dsec.wire.events import Event, EventKind, Events
 
@@ -57,6 +60,7 @@ class Watcher:
         self._held: Held | None = None
         self._renew_at = 0.0
         self._frozen = False
+        self._burial: asyncio.Task[None] | None = None
         self._states: dict[NodeId, NodeState] | None = None  # as they were told of; None: not by us
         self._jobs = None if jobs is None else jobs(lambda: self.acts)
 
@@ -80,6 +84,7 @@ class Watcher:
                 self._count()
                 await asyncio.sleep(self._look_s)
         finally:
+            await self._end_burial()
             if self._jobs is not None:
                 await self._jobs.close()
             if self._held is not None:
@@ -102,6 +107,35 @@ class Watcher:
         for node in found.lost:
             await self._declare(node)
         await self._tell_changes()
+        self._bury_next()
+
+    def _bury_next(self) -> None:
+        """One node at a time, beside the verdicts: it may take a minute."""
+        now = self._clock.monotonic_s()
+        if self._burial is not None and not self._burial.done():
+            return
+        gone = (NodeState.LOST, NodeState.RETIRED)
+        left = [view for view in self._nodes if view.member is not None and view.state(now) in gone and not view.buried]
+        if left:
+            self._burial = asyncio.create_task(self._bury(min(left, key=lambda view: view.id)), name="bury")
+
+    async def _bury(self, view: NodeView) -> None:
+        member = view.member
+        assert member is not None
+        retired = view.ruling.wanted == Wanted.RETIRE
+        cause = EndCause.NODE_RETIRED if retired else EndCause.NODE_LOST
+        try:
+            count = await bury(self._registry, self._events, view, cause, self._clock.wall_s())
+            await note_buried(self._registry, member)
+        except* DsecError as errors:
+            log.warning("sandboxes of a node cannot be buried yet", node=view.id, error=str(errors.exceptions[0]))
+        else:
+            log.info("the sandboxes of a node are buried", node=view.id, cause=str(cause), sandboxes=count)
+
+    async def _end_burial(self) -> None:
+        if self._burial is not None:
+            self._burial.cancel()
+            await asyncio.gather(self._burial, return_exceptions=True)
 
     async def _declare(self, node: NodeId) -> None:
         view = self._nodes.find(node)
