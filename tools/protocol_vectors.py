@@ -116,6 +116,7 @@ RECORDS: dict[str, list[tuple[FrameType, int, msgspec.Struct]]] = {
         (FrameType.RES, 1, agent.UsageReply(processes=3, execs=1, agent_rss_bytes=400_000, disk_total_bytes=1 << 50)),
         (FrameType.REQ, 1, agent.ClockArgs(paused_s=0.5, wall_s=1.7e9)),
         (FrameType.REQ, 1, agent.ReseedArgs(seed=bytes(range(32)))),
+        (FrameType.REQ, 1, agent.ReseedArgs(seed=bytes(range(32)), another=True)),
         (
             FrameType.REQ,
             1,

@@ -126,7 +126,8 @@ def _microvm(directory: Path, **more: object) -> BackendUnderTest:
     node = new_node_id()
     run_dir, state_dir, id_dir = directory / "run", directory / "state", directory / "ids"
     cgroup_parent = f"dsec-contract-{node}"
-    microvm: dict[str, object] = {"id_dir": id_dir, "cgroup_parent": cgroup_parent, "templates": shared_templates()}
+    templates = shared_templates() / "micro"
+    microvm: dict[str, object] = {"id_dir": id_dir, "cgroup_parent": cgroup_parent, "templates": templates}
     settings = BackendSettings(node, run_dir, state_dir, microvm=microvm | more)
 
     def make() -> Backend:
@@ -138,7 +139,7 @@ def _microvm(directory: Path, **more: object) -> BackendUnderTest:
     watched = Watched(
         markers=(str(directory).encode(),),
         cgroups=(cgroup_parent,),
-        directories=(run_dir, state_dir / "vm" / "sandboxes"),
+        directories=(run_dir, state_dir / "vm" / "sandboxes", state_dir / "vm" / "saved"),
         lock_directories=(id_dir,),
     )
     return BackendUnderTest("microvm", make(), make, Substrate.MICROVM, node, watched, clean_up=clean_up)

@@ -12,6 +12,7 @@ import pytest
 
 from dsec.agent.client import AgentClient
 from dsec.backends.base import Instance, Keeps
+from dsec.backends.machines import KeepsMachines
 from dsec.core.errors import DsecError, GoneError, SandboxFaultError, UnavailableError, UnsupportedError
 from dsec.core.faults import fault_point
 from dsec.core.ids import new_exec_id
@@ -255,11 +256,47 @@ async def test_a_snapshot_is_taken_or_is_unsupported(backend: BackendUnderTest) 
         await capture.close()
         await capture.close()
 
-    assert len(layer.digest) == 64
-    assert layer.entries >= 1
+    if backend.backend.capabilities.snapshot is Keeps.DISK_MEMORY:
+        assert layer.machine
+    else:
+        assert len(layer.digest) == 64
+        assert layer.entries >= 1
     client = await open_client(instance)
     assert (await client.usage()).execs == 0
     client.close()
+
+
+async def test_what_is_made_from_a_snapshot_with_memory_is_another_one(backend: BackendUnderTest) -> None:
+    if backend.backend.capabilities.snapshot is not Keeps.DISK_MEMORY:
+        pytest.skip(f"{backend.name} instances have no snapshots of memory, and its capabilities say so")
+    instance = await backend.create()
+    client = await open_client(instance)
+    capture = await instance.snapshot()
+    try:
+        await client.freeze_prepare()
+        await instance.pause(deadline_s=30)
+        await capture.take(within_s=30)
+        await instance.resume()
+        await client.clock(paused_s=0.0)
+        kept = await capture.keep()
+        other = await backend.create(replace(backend.spec(), machine=kept.machine))
+    finally:
+        await capture.close()
+    theirs = await open_client(other)
+
+    assert theirs.hello.boot_id != client.hello.boot_id
+    assert (await theirs.usage()).execs == (await client.usage()).execs == 0
+    theirs.close()
+    client.close()
+    await instance.destroy()
+    await other.destroy()
+    await keep_no_machines(backend)
+    assert backend.leftovers() == []
+
+
+async def keep_no_machines(backend: BackendUnderTest) -> None:
+    assert isinstance(backend.backend, KeepsMachines)
+    await backend.backend.keep_machines((), ())
 
 
 async def test_a_snapshot_that_is_given_up_leaves_nothing(backend: BackendUnderTest) -> None:
@@ -274,7 +311,7 @@ async def test_a_snapshot_that_is_given_up_leaves_nothing(backend: BackendUnderT
 
     def left() -> list[str]:
         found = leaks_between(before, take_snapshot(backend.watched))
-        return [leak for leak in found if not leak.endswith(("/layers", "/staging", "/locks"))]
+        return [leak for leak in found if not leak.endswith(("/layers", "/staging", "/locks", "/saved"))]
 
     await eventually(lambda: not left())
 

@@ -240,9 +240,6 @@ async def test_what_a_microvm_cannot_give_is_refused_by_name(machines: tuple[Pla
         await client.create(ENVIRONMENT, backend="microvm", memory="32MiB")
     with pytest.raises(errors.UnsupportedError, match="network mode"):
         await client.create(ENVIRONMENT, backend="microvm", network="proxied")
-    async with await create(client) as sb:
-        with pytest.raises(errors.UnsupportedError):
-            await sb.snapshot("s")
 
 
 async def test_kill_9_of_the_node_loses_no_machine_no_byte_and_no_exit(small_store: Path) -> None:
@@ -371,3 +368,108 @@ async def test_a_preload_that_fails_is_told_with_its_last_words(
     async with place.no_leaks():
         with pytest.raises(errors.LaunchError, match=r"no such module[\s\S]*preload failed: exit status: 3"):
             await client.create("broken", backend="microvm", memory=MEMORY, timeout_s=240)
+
+
+# ---- snapshots, forks, rollbacks -----------------------------------------------------------------------
+
+# Writes what time it is, again and again, to where only memory is.
+TICKS = "while :; do echo $EPOCHREALTIME >> /dev/shm/ticks; sleep .05; done"
+WHO = "cat /etc/machine-id /etc/hostname; head -c 16 /dev/urandom | od -An -tx1"
+
+
+async def ticks(sandbox: AsyncSandbox) -> list[float]:
+    lines = (await sandbox.exec("cat /dev/shm/ticks")).stdout.splitlines(keepends=True)
+    return [float(line) for line in lines if line.endswith("\n")]
+
+
+@in_module
+async def test_what_runs_goes_on_in_a_sandbox_from_a_snapshot_which_knows_who_and_when_it_is(
+    machines: tuple[Place, LocalService, AsyncClient], sb: AsyncSandbox
+) -> None:
+    _, _, client = machines
+    running = await sb.start(TICKS)
+    await sb.exec("until [ -s /dev/shm/ticks ]; do sleep .05; done; echo of the disk > /kept")
+    shell = sb.session("main")
+    await shell.exec("X=of-the-shell")
+
+    snapshot = await sb.snapshot("with-memory")
+    taken_at = time.time()
+    await asyncio.sleep(2.0)
+    made_at = time.time()
+    async with await client.create(snapshot=snapshot, timeout_s=60) as other:
+        seen = await ticks(other)
+        kept, said = await other.exec("cat /kept"), await other.session("main").exec("echo $X")
+        with pytest.raises(errors.ExecNotFoundError):
+            await other.attach(running.id)
+        ours, theirs = (await sb.exec(WHO)).stdout.splitlines(), (await other.exec(WHO)).stdout.splitlines()
+
+        # Nothing of a user has run there with the time of the snapshot, before it was told what time it is.
+        assert not [tick for tick in seen if taken_at < tick < made_at - 0.5]
+        assert seen[-1] > made_at - 0.5
+        assert (snapshot.info.keeps, kept.stdout, said.stdout) == ("disk+memory", "of the disk\n", "of-the-shell\n")
+        assert not set(ours) & set(theirs)
+        with pytest.raises(errors.InvalidArgumentError, match="that it had"):
+            await client.create(snapshot=snapshot, memory="300MiB")
+        with pytest.raises(errors.ConflictError, match="sandboxes are on snapshot"):
+            await snapshot.remove()
+    assert (await running.info()).status is None or (await ticks(sb))[-1] > made_at
+    await snapshot.remove()
+
+
+@in_module
+async def test_forks_of_a_running_machine_are_machines_of_their_own_and_leave_nothing(
+    machines: tuple[Place, LocalService, AsyncClient],
+) -> None:
+    place, _, client = machines
+    saved = place.state / "vm" / "saved"
+    async with place.no_leaks():
+        sandbox = await create(client)
+        await sandbox.start(TICKS)
+        await sandbox.exec("until [ -s /dev/shm/ticks ]; do sleep .05; done")
+
+        forks = await sandbox.fork(2)
+        who = [(await one.exec(WHO)).stdout.splitlines() for one in (sandbox, *forks)]
+        (again,) = await forks[0].fork(1)  # on the disk of a fork
+        assert (await again.exec("test -s /dev/shm/ticks")).exit_code == 0
+
+        assert all(len(set(column)) == 3 for column in zip(*who, strict=True))
+        await asyncio.gather(*(one.destroy() for one in (sandbox, *forks, again)))
+        await eventually(lambda: not list(saved.iterdir()))
+
+
+@in_module
+async def test_a_rollback_brings_back_what_ran(machines: tuple[Place, LocalService, AsyncClient]) -> None:
+    async with await create(machines[2]) as sb:
+        await sb.start(TICKS)
+        await sb.exec("until [ -s /dev/shm/ticks ]; do sleep .05; done; echo one > /state")
+        first = await sb.snapshot()
+        await sb.exec("echo two > /state; rm /dev/shm/ticks")
+
+        await sb.rollback(first)
+        second = await sb.snapshot()
+
+        assert (await sb.exec("cat /state; test -s /dev/shm/ticks")).stdout == "one\n"
+        assert (await ticks(sb))[-1] > time.time() - 5
+        assert (sb.info.incarnation, second.info.parent) == (2, first.id)
+    await first.remove()  # the second does not need it
+    async with await machines[2].create(snapshot=second, timeout_s=60) as sb:
+        assert (await sb.exec("cat /state")).stdout == "one\n"
+    await second.remove()
+
+
+@in_module
+async def test_a_snapshot_that_was_damaged_is_told_as_such_and_harms_nobody(
+    machines: tuple[Place, LocalService, AsyncClient], sb: AsyncSandbox
+) -> None:
+    place, _, client = machines
+    snapshot = await sb.snapshot()
+    (memory,) = (place.state / "vm" / "saved").glob("*/ram.img")
+    with memory.open("r+b") as file:
+        file.seek(1 << 20)
+        file.write(b"something else")
+
+    async with place.no_leaks():
+        with pytest.raises(errors.LaunchError, match=r"damaged: ram\.img is not what was written"):
+            await client.create(snapshot=snapshot, timeout_s=60)
+    assert (await sb.exec("echo unharmed")).stdout == "unharmed\n"
+    await snapshot.remove()

@@ -223,6 +223,22 @@ impl Agent {
         self.timers.set_in(Timer::Clock, CLOCK_TURN_MS);
     }
 
+    /// A machine goes on as a whole, with the clock of the moment when it was stopped, and maybe as another one: what
+    /// commands have started waits until we have been told.
+    pub fn hold_work(&mut self) {
+        if let (true, Some(work)) = (self.has_machine, &self.work) {
+            // Without the right to it they see the clock jump.
+            let _ = work.freeze(true);
+        }
+    }
+
+    /// A spare has not been told yet whom it serves.
+    pub fn let_work_go_on(&mut self) {
+        if let (true, false, Some(work)) = (self.has_machine, self.config.spare, &self.work) {
+            let _ = work.freeze(false);
+        }
+    }
+
     pub fn begin_shutdown(&mut self) {
         if self.shutting_down {
             return;
@@ -362,6 +378,7 @@ impl Agent {
             self.timers.set_in(Timer::Clock, CLOCK_TURN_MS);
             if self.clock_turns == 0 {
                 self.timers.clear(Timer::Clock);
+                self.let_work_go_on();
             }
         }
         self.clock_turns == 0

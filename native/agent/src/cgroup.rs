@@ -120,6 +120,16 @@ impl WorkCgroup {
         }
     }
 
+    /// All that commands have started stands still, or goes on.
+    pub fn freeze(&self, still: bool) -> io::Result<()> {
+        let word: &[u8] = match still {
+            true => b"1",
+            false => b"0",
+        };
+        open_in_root(&self.work, c"cgroup.freeze", WRITE_ONLY, 0)
+            .and_then(|fd| File::from(fd).write_all(word))
+    }
+
     fn open_file(&self, cgroup: &ExecCgroup, file: &str, flags: i32) -> io::Result<File> {
         let mut path = cgroup.name.as_bytes().to_vec();
         path.push(b'/');

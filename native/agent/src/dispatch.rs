@@ -62,7 +62,7 @@ impl Agent {
         } else {
             None
         };
-        let execs = self.execs.iter().map(|(_, exec)| exec.state()).collect();
+        let execs = self.execs.states();
         let Some(link) = self.link.as_deref_mut() else {
             return Ok(());
         };
@@ -265,6 +265,7 @@ impl Agent {
         if self.has_machine {
             machine::name(&args.hostname.unwrap_or_default())?;
         }
+        self.let_work_go_on();
         reply(&Empty {})
     }
 
@@ -275,8 +276,13 @@ impl Agent {
         match self.has_machine {
             true => {
                 machine::reseed(seed)?;
+                if args.another {
+                    self.disown_execs();
+                    self.config.spare = true;
+                    self.config.sandbox.clear();
+                }
                 if self.config.spare {
-                    // Every clone of a template has been the same agent so far.
+                    // Every clone of a template, or of a snapshot, has been the same agent so far.
                     self.become_another();
                 }
             }
@@ -289,6 +295,7 @@ impl Agent {
     fn op_freeze_prepare(&mut self, args: &[u8]) -> Result<Answer, Refusal> {
         none(args)?;
         self.hold_timers();
+        self.hold_work();
         reply(&Empty {})
     }
 
@@ -306,6 +313,7 @@ impl Agent {
             false => args.paused_s.min(1e9),
         };
         self.clock_told((paused_s * 1000.0) as u64);
+        self.let_work_go_on();
         reply(&Empty {})
     }
 }

@@ -49,6 +49,9 @@ pub struct ClockArgs {
 pub struct ReseedArgs {
     #[serde(with = "serde_bytes")]
     pub seed: Vec<u8>,
+    /// Of a machine of its own: it has been somebody else's until here.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub another: bool,
 }
 
 /// What a spare agent becomes.

@@ -206,9 +206,13 @@ class AgentClient:
         await self._unary(Op.CLAIM, args)
         self.channel.sandbox = args.sandbox
 
-    async def reseed(self, seed: bytes) -> None:
-        """Mixed into the kernel's random pool where the agent may."""
-        await self._unary(Op.RESEED, agent.ReseedArgs(seed))
+    async def reseed(self, seed: bytes, *, another: bool = False) -> None:
+        """Mixed into the kernel's random pool where the agent may.
+
+        `another`: a machine that has gone on from a copy of somebody's memory. Its agent has another boot id then, is a
+        spare until `claim`, and what runs belongs to nobody and stands still until then.
+        """
+        await self._unary(Op.RESEED, agent.ReseedArgs(seed, another))
 
     async def freeze_prepare(self) -> None:
         """The agent flushes its queued output before it is frozen, and holds its deadlines until `clock`."""

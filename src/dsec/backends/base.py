@@ -114,6 +114,7 @@ class InstanceSpec:
     background: bool = False  # runs when no other instance of the node wants the processor
     cpus: str | None = None  # such as "0-3,8": on these processors alone
     devices: tuple[DeviceNode, ...] = ()
+    machine: str = ""  # id of the one, kept by the backend, that it goes on from; it becomes another one
 
     @property
     def hostname(self) -> str:
@@ -149,6 +150,7 @@ class CapturedLayer:
     entries: int
     notes: str = ""  # what of it a layer cannot hold, in words
     merged: bool = False  # it has what the layers right below it had, too
+    machine: str = ""  # no layer, but a machine that stands still, which its backend keeps by this id
 
 
 class Capture(Protocol):

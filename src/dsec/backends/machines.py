@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -60,4 +60,17 @@ class HasDisks(HasImages, Protocol):
 
     def image_of(self, environment: Environment) -> MachineImage:
         """By its name. Blocking. Raises EnvironmentNotFoundError, InvalidArgumentError."""
+        ...
+
+
+@runtime_checkable
+class KeepsMachines(Protocol):
+    """A backend whose snapshots are machines that stand still: memory and disk. It keeps them by ids of its own."""
+
+    async def sync_machine(self, id: str) -> None:
+        """It survives a loss of power from here on. Raises StorageError."""
+        ...
+
+    async def keep_machines(self, ids: Collection[str], records: Collection[bytes]) -> None:
+        """Removes all but these, those that the instances of these records need, and those that are held."""
         ...

@@ -146,6 +146,7 @@ MACHINE_LAYERS_MAX: Final = 16  # files that a read of a machine's disk goes thr
 MACHINE_SYSTEM_BYTES_MIN: Final = 4 * GIB  # a desktop takes a good 1 GiB, and its own packages go beside it
 MACHINE_DISK_BYTES_MIN: Final = 512  # a boot sector is a disk
 MACHINE_COMMAND_LINE_BYTES_MAX: Final = 2_048  # what the kernel of a machine reads of it on every processor
+MACHINE_OVERLAYS_MAX: Final = 32  # of snapshots below one disk: each read looks through them, and each is an open file
 MACHINE_BOOT_WAIT_S_MAX: Final = 1_800.0  # a system that installs itself first; longer than that it is not awaited
 SCREEN_BYTES_MAX: Final = 64 * MIB  # of one picture: 2560x1600 in four bytes, and room
 SCREEN_ACTIONS_MAX: Final = 1_000  # of one request; each takes some milliseconds

@@ -333,6 +333,8 @@ class Creation:
                         sandbox.settle(resolved)
                         program = main_request(sandbox.id, sandbox.row.spec, resolved)
                         wanted = _instance_spec(sandbox, resolved, self._services.journal.node_id)
+                        if origin is not None and origin.machine:
+                            program, wanted = None, replace(wanted, machine=origin.machine)  # it runs already
                         if sandbox.row.spec.volumes:
                             step = "volumes"
                             sources = await self._services.volumes.sources(sandbox.row.spec, sandbox.row.project)

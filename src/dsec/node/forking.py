@@ -1,6 +1,7 @@
-"""Several sandboxes on what one has on its disk now: all of them, or none.
+"""Several sandboxes on what one has now: all of them, or none.
 
-Its disk is captured once, as for a snapshot that has no name; the layer stays for as long as one of them lives.
+It is captured once, as for a snapshot that has no name; the layer, or the machine, stays for as long as one of them
+lives.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Forks:
         caller = msgspec.structs.replace(caller, project=sandbox.row.project)
         captured = await self._snapshots.capture(sandbox)
         try:
-            origin = origin_of_fork(sandbox.row, captured.layers)
+            origin = origin_of_fork(sandbox.row, captured.layers, captured.made.machine)
             with self._snapshots.keeping(origin.snapshot):
                 made = await self._make_all(origin, request, caller)
         except BaseException:

@@ -11,7 +11,7 @@ from typing import Final
 
 from dsec.backends.base import Backend
 from dsec.backends.fncall.calls import Calls
-from dsec.backends.machines import HasImages
+from dsec.backends.machines import HasImages, KeepsMachines
 from dsec.binaries import find_binary
 from dsec.core.clock import Clock, SystemClock
 from dsec.core.errors import (
@@ -382,6 +382,17 @@ class Node:
                 await backend.keep_layers(named | live)
             except DsecError as error:
                 log.warning("layers of removed environments are still mounted", error=str(error))
+        await self._let_machines_go()
+
+    async def _let_machines_go(self) -> None:
+        """Those that no snapshot is, and on which no sandbox stands."""
+        for substrate, backend in self.backends.items():
+            if not isinstance(backend, KeepsMachines):
+                continue
+            rows = [sandbox.row for sandbox in self.registry if sandbox.row.spec.substrate == substrate]
+            records = [record for row in rows for record in (row.record, row.leftover)]
+            records += [spare.record for spare in self.journal.spares() if spare.substrate == substrate]
+            await backend.keep_machines(self.snapshots.machines(substrate), [record for record in records if record])
 
     def layers_in_use(self) -> set[str]:
         """Of sandboxes, snapshots and images of machines."""

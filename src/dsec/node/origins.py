@@ -28,6 +28,7 @@ class Origin:
     workdir: str | None = None
     snapshot: str | None = None
     base: tuple[str, ...] = ()  # digests of the environment
+    machine: str = ""  # that it goes on from: what runs in it runs on
 
     async def acquire(self, environments: Environments) -> Resolved:
         """Held until the result's hold is released. Raises StorageError when a layer of it is lost."""
@@ -75,11 +76,13 @@ def origin_of(snapshot: SnapshotRow) -> Origin:
         workdir=snapshot.workdir,
         snapshot=snapshot.info.id,
         base=snapshot.base,
+        machine=snapshot.machine,
     )
 
 
-def origin_of_fork(row: SandboxRow, layers: tuple[str, ...]) -> Origin:
-    """Children of a sandbox, on these layers; a snapshot that it was made from itself stays theirs."""
+def origin_of_fork(row: SandboxRow, layers: tuple[str, ...], machine: str = "") -> Origin:
+    """Children of a sandbox, on these layers, or copies of this machine; a snapshot that it was made from itself stays
+    theirs."""
     return Origin(
         spec=row.spec,
         layers=layers,
@@ -88,6 +91,7 @@ def origin_of_fork(row: SandboxRow, layers: tuple[str, ...]) -> Origin:
         workdir=row.workdir,
         snapshot=row.snapshot,
         base=row.base or row.layers,
+        machine=machine,
     )
 
 

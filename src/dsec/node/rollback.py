@@ -95,6 +95,7 @@ class Rollbacks:
             env={**resolved.env, **row.spec.env},
             user=row.user,
             workdir=row.workdir,
+            machine=origin.machine,
         )
         if row.spec.volumes:
             wanted = replace(wanted, volumes=await self._services.volumes.sources(row.spec, row.project))
@@ -140,7 +141,7 @@ class Rollbacks:
         spare = instance.id
         became = await claimed(instance, client, sandbox.backend, wanted)
         row = _row_after(sandbox.row, origin, resolved)
-        if row.spec.start:
+        if row.spec.start and not origin.machine:  # in a machine it goes on
             row = msgspec.structs.replace(row, main_due_at=self._services.clock.wall_s())
         if sandbox.state is SandboxState.PAUSED:
             row, _ = resumed_row(row, sandbox.lifetime, self._services.clock.monotonic_s())

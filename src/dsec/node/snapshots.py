@@ -13,6 +13,7 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from dsec.backends.base import Capture, CapturedLayer, Instance, Keeps
+from dsec.backends.machines import KeepsMachines
 from dsec.core import limits
 from dsec.core.errors import (
     CapacityError,
@@ -24,6 +25,7 @@ from dsec.core.errors import (
     UnsupportedError,
 )
 from dsec.core.ids import new_snapshot_id
+from dsec.core.spec import Substrate
 from dsec.core.states import ENDED, SandboxState
 from dsec.image.capture import publish
 from dsec.image.publishing import PublishJob
@@ -38,7 +40,7 @@ from dsec.node.services import Services
 from dsec.node.snapshotstore import Place as SnapshotPlace
 from dsec.node.snapshotstore import SnapshotStore, decode_place, encode_place, not_found
 from dsec.node.supervisor import Supervisor
-from dsec.node.tasks import result_of
+from dsec.node.tasks import Tasks, result_of
 from dsec.observe import metrics
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack
@@ -60,9 +62,22 @@ _SCANNED_MAX: Final = 5_000  # looked at for one page; a page may come short, an
 _RETRY_S: Final = 10.0
 
 
+@dataclass(slots=True)
+class _MachineHold:
+    """Of a machine that was written down, and of the layers that it reads."""
+
+    layers: Hold
+    capture: Capture
+    tasks: Tasks
+
+    def release(self) -> None:
+        self.layers.release()
+        self.tasks.spawn(_close(self.capture), finishes=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What a sandbox had on its disk, as layers; held until `hold` is released."""
+    """What a sandbox had, as layers, or as a machine beside them; held until `hold` is released."""
 
     hold: Hold
     layers: tuple[str, ...]
@@ -96,6 +111,10 @@ class Snapshots:
     def layers(self) -> frozenset[str]:
         """Digests that snapshots are made of."""
         return self._store.layers()
+
+    def machines(self, substrate: Substrate) -> frozenset[str]:
+        """Those that snapshots are, by the ids of their backend."""
+        return self._store.machines(substrate)
 
     # -- taking ------------------------------------------------------------------------------------
 
@@ -132,6 +151,8 @@ class Snapshots:
             captured = await self.capture(sandbox)
             try:
                 row = self._row(sandbox, captured, id, name, caller, key, hash)
+                if row.machine and isinstance(sandbox.backend, KeepsMachines):
+                    await sandbox.backend.sync_machine(row.machine)
                 committing = True
                 await result_of(self._services.tasks.spawn(self._commit(row), awaited=True, finishes=True))
             except BaseException:
@@ -190,6 +211,7 @@ class Snapshots:
             parent=row.snapshot,
             frozen_ms=captured.frozen_ms,
             notes=captured.made.notes,
+            keeps=str(sandbox.backend.capabilities.snapshot),
         )
         return SnapshotRow(
             info=info,
@@ -201,6 +223,7 @@ class Snapshots:
             entrypoint=row.image.entrypoint,
             command=row.image.command,
             base=row.base or row.layers,
+            machine=captured.made.machine,
             key=key,
             request_hash=hash,
         )
@@ -208,7 +231,7 @@ class Snapshots:
     # -- capturing ---------------------------------------------------------------------------------
 
     async def capture(self, sandbox: Supervisor) -> Captured:
-        """What it has on its disk now, as layers. Raises as `take` does."""
+        """What it has now, as layers or as a machine. Raises as `take` does."""
         if sandbox.backend.capabilities.snapshot is Keeps.NOTHING:
             raise UnsupportedError(f"this node takes no snapshots of {sandbox.row.spec.substrate} sandboxes")
         project = sandbox.row.project
@@ -246,7 +269,8 @@ class Snapshots:
                     made = await capture.keep(run)
                 if made.merged:
                     below = below[: -len(run)]
-                layers = tuple(dict.fromkeys(reversed((*below, made.digest))))[::-1]
+                own = () if made.machine else (made.digest,)
+                layers = tuple(dict.fromkeys(reversed((*below, *own))))[::-1]
                 if len(layers) > limits.LOWERS_MAX:
                     raise LimitError(
                         f"the sandbox has {len(below)} layers below it, and there can be no more",
@@ -256,8 +280,11 @@ class Snapshots:
             except BaseException:
                 await asyncio.shield(capture.close())
                 raise
-            # It only removes what was needed on the way: nobody has to wait for that.
-            self._services.tasks.spawn(_close(capture), finishes=True)
+            if made.machine:
+                hold = _MachineHold(hold, capture, self._services.tasks)
+            else:
+                # It only removes what was needed on the way: nobody has to wait for that.
+                self._services.tasks.spawn(_close(capture), finishes=True)
             return Captured(hold, layers, made, frozen_ms)
         finally:
             held.release()
@@ -327,7 +354,12 @@ class Snapshots:
     # -- publishing --------------------------------------------------------------------------------
 
     async def publish(self, row: SnapshotRow, request: PublishRequest) -> Published:
-        """Raises InvalidArgumentError (a rule), ConflictError (the name), StorageError, CapacityError."""
+        """Raises InvalidArgumentError (a rule), ConflictError (the name), StorageError, CapacityError,
+        UnsupportedError (of a machine)."""
+        if row.machine:
+            raise UnsupportedError(
+                "what a machine has on its disk is no layer, and cannot be published", hint="build it as an environment"
+            )
         base = row.base
         job = PublishJob(
             state=str(self._services.config.state_dir),

@@ -21,6 +21,7 @@ from dsec.core.errors import (
     NotFoundError,
     StorageError,
 )
+from dsec.core.spec import Substrate
 from dsec.storage.layers import sync, write_synced
 from dsec.wire import codec
 from dsec.wire.snapshots import SnapshotRow
@@ -92,6 +93,10 @@ class SnapshotStore:
     def layers(self) -> frozenset[str]:
         """What must not be collected."""
         return frozenset(digest for row in self._rows.values() for digest in row.info.layers)
+
+    def machines(self, substrate: Substrate) -> frozenset[str]:
+        """What must be kept by that backend."""
+        return frozenset(row.machine for row in self._rows.values() if row.machine and row.spec.substrate == substrate)
 
     # -- changing ----------------------------------------------------------------------------------
 

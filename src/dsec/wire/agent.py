@@ -385,8 +385,9 @@ class ClockArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wall_s: float | None = None
 
 
-class ReseedArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReseedArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     seed: bytes
+    another: bool = False  # of a machine of its own: it has been somebody else's until here
 
 
 class ClaimArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

@@ -14,7 +14,7 @@ from dsec.wire.records import Sandbox
 
 
 class SnapshotInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sandbox had on its disk at one moment, as its owner sees it. Its processes are not in it."""
+    """What a sandbox had at one moment, as its owner sees it: on its disk, and of a virtual machine in its memory."""
 
     id: str
     name: str  # unique in its project; the id where none was given
@@ -29,6 +29,7 @@ class SnapshotInfo(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None = None  # id of the snapshot that the sandbox was made from
     frozen_ms: float = 0.0  # for how long the sandbox stood still
     notes: str = ""  # what a snapshot cannot hold, and this one lacks
+    keeps: str = "disk"  # or "disk+memory": what runs goes on where it was
 
 
 class SnapshotPage(msgspec.Struct, frozen=True):
@@ -154,5 +155,6 @@ class SnapshotRow(msgspec.Struct, frozen=True, kw_only=True):
     entrypoint: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     base: tuple[str, ...] = ()  # digests of the environment; what is above them is of snapshots
+    machine: str = ""  # id of the machine that stands still, which its backend keeps
     key: str | None = None  # of the request that made it
     request_hash: bytes = b""

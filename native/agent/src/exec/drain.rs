@@ -51,6 +51,9 @@ impl Agent {
             }
             Taken::Bytes(count) => {
                 keep(exec, channel, &self.scratch[..count]);
+                if exec.disowned {
+                    exec.output(channel).acknowledge(u64::MAX);
+                }
                 self.execs.held_bytes += exec_growth(self.execs.get(key), held);
                 self.output_grew(key, channel, count);
                 true
@@ -260,6 +263,9 @@ impl Agent {
         }
         if let (Some(work), Some(cgroup)) = (&mut self.work, cgroup) {
             work.remove(cgroup);
+        }
+        if self.execs.get(key).is_some_and(|exec| exec.disowned) {
+            self.execs.remove(key);
         }
     }
 }

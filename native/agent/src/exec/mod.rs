@@ -85,6 +85,8 @@ pub struct Exec {
     pub session_ended: bool,
     pub drain: drain::Drain,
     pub end: Option<ExecEnd>,
+    /// It was of whom this agent served before: what it says goes nowhere, and nobody is told of its end.
+    pub disowned: bool,
 }
 
 impl Exec {
@@ -208,9 +210,29 @@ impl Execs {
 
     pub fn remove(&mut self, key: u32) -> Option<Exec> {
         let exec = self.by_key.remove(&key)?;
-        self.by_id.remove(&exec.id);
+        if !exec.disowned {
+            self.by_id.remove(&exec.id);
+        }
         self.held_bytes -= exec.held_bytes();
         Some(exec)
+    }
+
+    /// It runs on, by no name.
+    pub fn disown(&mut self, key: u32) {
+        let Some(exec) = self.by_key.get_mut(&key) else {
+            return;
+        };
+        self.held_bytes -= exec.held_bytes();
+        exec.disowned = true;
+        exec.out.acknowledge(u64::MAX);
+        exec.err.acknowledge(u64::MAX);
+        self.by_id.remove(&exec.id);
+    }
+
+    /// Those that are somebody's.
+    pub fn states(&self) -> Vec<ExecState> {
+        let own = self.by_key.values().filter(|exec| !exec.disowned);
+        own.map(Exec::state).collect()
     }
 
     pub fn iter(&self) -> impl Iterator<Item = (u32, &Exec)> {

@@ -135,8 +135,26 @@ impl Agent {
 
     pub fn op_execs(&self) -> Answered {
         reply(&ExecList {
-            execs: self.execs.iter().map(|(_, exec)| exec.state()).collect(),
+            execs: self.execs.states(),
         })
+    }
+
+    /// Whom this agent serves from here on is another: what runs goes on, by itself.
+    pub fn disown_execs(&mut self) {
+        let keys: Vec<u32> = self.execs.iter().map(|(key, _)| key).collect();
+        for key in keys {
+            self.unbind(key, "detached");
+            if self.execs.get(key).is_some_and(|exec| exec.end.is_some()) {
+                self.execs.remove(key);
+                continue;
+            }
+            self.execs.disown(key);
+            if let Some(input) = self.execs.get_mut(key).and_then(|exec| exec.input.as_mut()) {
+                input.end();
+            }
+            self.advance_input(key, 0);
+            self.output_released(key);
+        }
     }
 
     /// Makes `stream` the exec's stream and answers RES; the one of before ends.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,22 +14,26 @@ from typing import Final
 import msgspec
 
 from dsec.agent.client import AgentClient
-from dsec.backends.base import Capabilities, Instance, InstanceSpec, Layer, Probe
+from dsec.backends.base import Capabilities, Instance, InstanceSpec, Keeps, Layer, Probe
 from dsec.backends.fullvm import machine
 from dsec.backends.fullvm.config import FullvmConfig
 from dsec.backends.fullvm.driver import FullDriver
 from dsec.backends.fullvm.guestagent import guest_agent
-from dsec.backends.fullvm.images import MachineImage, MachineImages
+from dsec.backends.fullvm.images import MachineImage, MachineImages, Manifest
 from dsec.backends.fullvm.instance import FullvmInstance
 from dsec.backends.fullvm.machine import Shape
 from dsec.backends.fullvm.record import FullvmRecord
 from dsec.backends.vm.accelerator import Accelerator, choose_accelerator
 from dsec.backends.vm.backend import MachineBackend
+from dsec.backends.vm.capture import Below, Source
+from dsec.backends.vm.clones import awaken, check_same, disk_of, memory_of, processors_of
 from dsec.backends.vm.kernel import fetch_kernel, find_kernel
+from dsec.backends.vm.machine import TEMPLATE
 from dsec.backends.vm.monitor import Confines, MonitorProcess
 from dsec.backends.vm.ports import AgentPorts
 from dsec.backends.vm.qemu import Qemu, find_qemu, weaknesses
 from dsec.backends.vm.qmp import MonitorError
+from dsec.backends.vm.saved import OVERLAY, SavedMachine
 from dsec.backends.vm.templates import Template, Templates, template_key
 from dsec.binaries import find_binary
 from dsec.core.errors import (
@@ -45,7 +47,7 @@ from dsec.core.errors import (
 )
 from dsec.core.ids import NodeId
 from dsec.core.limits import MIB
-from dsec.core.machines import Agent
+from dsec.core.machines import Agent, Firmware
 from dsec.core.references import TAG_DEFAULT, parse_reference
 from dsec.core.spec import Environment, NetworkMode, Substrate
 from dsec.density.cgroups import CgroupPlan
@@ -56,8 +58,6 @@ from dsec.wire.codec import pack
 log = get_logger(__name__)
 
 _MEMORY_BYTES_MIN: Final = 16 * MIB  # a firmware, and something to start
-_PROCESSORS_MAX: Final = 64
-_SEED_BYTES: Final = 64
 _AGENT_S: Final = 60.0
 _TIME_S: Final = 5.0
 
@@ -74,6 +74,7 @@ class _Wanted:
     image: MachineImage
     shape: Shape
     facts: _Facts
+    saved: SavedMachine | None = None
 
 
 class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted]):
@@ -93,6 +94,8 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
             substrate=Substrate.FULLVM,
             networks=frozenset({NetworkMode.NONE}),
             pause=True,
+            snapshot=Keeps.DISK_MEMORY,
+            fork=Keeps.DISK_MEMORY,
             survives_node=True,
             own_machine=True,
             layers=False,
@@ -143,14 +146,29 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
 
     async def _wanted(self, instance: InstanceSpec) -> _Wanted:
         check_spec(instance)
+        if instance.machine:
+            return await self._wanted_from(instance)
         image = await asyncio.to_thread(self.images.get, image_name(instance.spec.environment))
         image = with_data(image, instance.layers)
         return _Wanted(image, shape_of(instance, image), await self._open())
 
+    async def _wanted_from(self, instance: InstanceSpec) -> _Wanted:
+        """A saved machine has its image with it."""
+        facts = await self._open()
+        saved = await asyncio.to_thread(self.saved.get, instance.machine, self._needs(facts))
+        shape = msgspec.convert(saved.manifest.shape, Shape)
+        check_same(shape, instance.spec)
+        manifest = msgspec.convert(saved.manifest.more, Manifest)
+        image = with_data(MachineImage(saved.id, saved.directory, manifest), instance.layers)
+        return _Wanted(image, shape, facts, saved)
+
     async def _make(
         self, instance: InstanceSpec, wanted: _Wanted, record: FullvmRecord, cgroups: CgroupPlan
     ) -> FullvmInstance:
+        if wanted.saved is not None:
+            return await self._clone(instance, wanted, record, cgroups, wanted.saved.template)
         async with self._templates.held(lambda: self._template(wanted)) as template:
+            record = msgspec.structs.replace(record, template=template.key)
             return await self._clone(instance, wanted, record, cgroups, template)
 
     async def _clone(
@@ -162,34 +180,21 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
         confines = self._confines(record, driver)
         confines, argv = driver.clone_plan(template, directory, wanted.image, wanted.shape, confines)
         process = driver.start(confines, argv)
-        record = msgspec.structs.replace(
-            record, pid=process.pid, start_ticks=process.start_ticks, template=template.key
-        )
+        record = msgspec.structs.replace(record, pid=process.pid, start_ticks=process.start_ticks)
         made = FullvmInstance(self, record, process)
-        async with self._starting(made, process, template=template.key):
+        async with self._starting(made, process):
             made.take(await driver.start_clone(process, template, confines.sockets, confines.uid))
-            await self._awaken(made, instance, wanted.image)
-        if instance.spare:
+            await self._awaken(made, instance, wanted)
+        if instance.spare and wanted.saved is None:
             made.spare_of = _kind(instance, wanted)
         return made
 
-    async def _awaken(self, made: FullvmInstance, instance: InstanceSpec, image: MachineImage) -> None:
-        """Before anything else runs in it: its clock, its randomness, its name. All clones have been one machine."""
+    async def _awaken(self, made: FullvmInstance, instance: InstanceSpec, wanted: _Wanted) -> None:
         if made.facts.agent is Agent.QGA:
             await _tell_time(Path(made.facts.sockets), made.facts.uid)
-        if made.facts.agent is not Agent.DSEC:
-            return
-        try:
-            client = await AgentClient.connect(made.connect, sandbox=instance.id, open_timeout_s=_AGENT_S)
-        except DsecError as error:
-            raise LaunchError(f"the agent of a clone does not answer: {error.message}", step="agent") from error
-        try:
-            await client.clock(paused_s=0.0, wall_s=time.time())
-            await client.reseed(secrets.token_bytes(_SEED_BYTES))
-            if not instance.spare:
-                await client.claim(claim_args(instance, image.manifest.env))
-        finally:
-            client.close()
+        if made.facts.agent is Agent.DSEC:
+            args = None if instance.spare else claim_args(instance, wanted.image.manifest.env)
+            await awaken(made, instance, args, wanted.saved, wait_s=_AGENT_S)
 
     def _confines(self, record: FullvmRecord, driver: FullDriver) -> Confines:
         return self._place.confines(record, kvm=driver.accelerator == "kvm")
@@ -204,6 +209,34 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
             cgroup2=cgroups.cgroup2,
             cgroup1=cgroups.cgroup1,
             agent=wanted.shape.agent,
+            saved=wanted.saved.id if wanted.saved is not None else "",
+            shape=msgspec.to_builtins(wanted.shape),
+            more=msgspec.to_builtins(wanted.image.manifest),
+        )
+
+    def _needs(self, facts: _Facts) -> dict[str, str]:
+        return facts.identity
+
+    def _source(self, record: FullvmRecord, origin: Path, overlays: int) -> Source:
+        assert self._facts is not None
+        shape = msgspec.convert(record.shape, Shape)
+        names = (machine.DISK_NAME, *(OVERLAY.format(number) for number in range(1, overlays + 1)))
+        below = [Below(f"{TEMPLATE}/{name}", name, (origin / name,)) for name in names]
+        if shape.above + 1 > len(record.more.get("layers", ())):  # its lowest file is no layer of the node
+            below.append(Below(machine.BASE, "disk", (origin / "disk", *(image.disk for image in self.images.list()))))
+        return Source(
+            sandbox=record.sandbox,
+            pid=record.pid,
+            uid=record.uid,
+            directory=Path(record.directory),
+            disk=machine.DISK_NAME,
+            memory_bytes=shape.memory_bytes,
+            disk_bytes=shape.disk_bytes,
+            below=below,
+            overlays=overlays,
+            copied=(machine.VARIABLES_NAME,) if shape.firmware is Firmware.UEFI else (),
+            screen=True,
+            memory_mode=self._facts.driver.memory_mode,
         )
 
     # ---- templates -------------------------------------------------------------------------------
@@ -282,13 +315,23 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
         async def find() -> Template:
             return self._templates.find(record.template)
 
+        own = Path(record.directory, machine.DISK_NAME)
+        if record.saved:
+            with self.saved.held(record.saved):
+                below = self.saved.get(record.saved, {}, whole=False).template
+                names = (machine.DISK_NAME, *below.overlays)
+                yield await self._image_of(record.shape.get("image")), [*(below.directory / n for n in names), own]
+            return
         async with self._templates.held(find) as template:
-            sha256 = self._templates.made_of(template.key).get("image")
-            images = await asyncio.to_thread(self.images.list)
-            image = next((image for image in images if image.manifest.sha256 == sha256), None)
-            if image is None:
-                raise ConflictError("the image that the machine began as has been removed", sandbox=id)
-            yield image, [template.directory / machine.DISK_NAME, Path(record.directory, machine.DISK_NAME)]
+            image = await self._image_of(self._templates.made_of(template.key).get("image"))
+            yield image, [template.directory / machine.DISK_NAME, own]
+
+    async def _image_of(self, sha256: str | None) -> MachineImage:
+        images = await asyncio.to_thread(self.images.list)
+        found = next((image for image in images if image.manifest.sha256 == sha256), None)
+        if found is None:
+            raise ConflictError("the image that the machine began as has been removed")
+        return found
 
     @property
     def jail_root(self) -> Path:
@@ -369,9 +412,9 @@ def shape_of(instance: InstanceSpec, image: MachineImage) -> Shape:
         bus=manifest.bus,
         boot_wait_s=manifest.boot_wait_s,
         command_line=manifest.command_line,
-        processors=max(1, min(_PROCESSORS_MAX, math.ceil(spec.cpu))),
-        memory_bytes=-(-spec.memory_bytes // (2 * MIB)) * 2 * MIB,
-        disk_bytes=-(-(spec.disk_bytes or manifest.disk_bytes) // MIB) * MIB,
+        processors=processors_of(spec),
+        memory_bytes=memory_of(spec),
+        disk_bytes=disk_of(spec.disk_bytes or manifest.disk_bytes),
         above=len(image.files) - 1,
     )
 

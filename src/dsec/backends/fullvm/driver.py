@@ -15,7 +15,7 @@ from dsec.backends.fullvm import machine
 from dsec.backends.fullvm.images import MachineImage
 from dsec.backends.fullvm.machine import DISK_NAME, VARIABLES_NAME, Shape
 from dsec.backends.vm.disks import readable
-from dsec.backends.vm.machine import TEMPLATE, clone_memory, template_memory
+from dsec.backends.vm.machine import TEMPLATE, clone_memory, incoming, template_memory
 from dsec.backends.vm.monitor import Confines
 from dsec.backends.vm.qcow2 import write_overlay
 from dsec.backends.vm.qemu import tsc_khz
@@ -52,6 +52,8 @@ class FullDriver(Runner):
         """A machine that boots in `directory`, of whose memory a template can be made. Its end is the block's."""
         await asyncio.to_thread(self._lay_out, directory, image, shape, confines.uid)
         binds = [*self._base(image, shape), JailBind(str(directory), TEMPLATE, writable=True)]
+        if shape.firmware is Firmware.KERNEL:
+            binds += [JailBind(str(image.kernel), machine.KERNEL), JailBind(str(image.initrd), machine.INITRD)]
         argv = self._argv(
             shape, machine.template_disk(shape), template_memory(shape.memory_bytes), f"{TEMPLATE}/{VARIABLES_NAME}"
         )
@@ -97,7 +99,7 @@ class FullDriver(Runner):
         """What the clone has of its own. Blocking."""
         write_overlay(
             directory / DISK_NAME,
-            backing=f"{TEMPLATE}/{DISK_NAME}",
+            backing=f"{TEMPLATE}/{(DISK_NAME, *template.overlays)[-1]}",
             backing_format="qcow2",
             size_bytes=shape.disk_bytes,
         )
@@ -114,11 +116,16 @@ class FullDriver(Runner):
         binds += [
             JailBind(str(template.directory / RAM), f"{TEMPLATE}/{RAM}", writable=not keeps),
             JailBind(str(template.directory / STATE), f"{TEMPLATE}/{STATE}"),
-            JailBind(str(template.directory / DISK_NAME), f"{TEMPLATE}/{DISK_NAME}"),
+            *(
+                JailBind(str(template.directory / name), f"{TEMPLATE}/{name}")
+                for name in (DISK_NAME, *template.overlays)
+            ),
         ]
         memory = clone_memory(shape.memory_bytes, read_only=keeps)
-        argv = self._argv(shape, machine.clone_disk(shape), memory, f"{machine.OWN}/{VARIABLES_NAME}")
-        return replace(confines, binds=(*confines.binds, *binds)), [*argv, "-incoming", "defer"]
+        argv = self._argv(
+            shape, machine.clone_disk(shape, template.overlays), memory, f"{machine.OWN}/{VARIABLES_NAME}"
+        )
+        return replace(confines, binds=(*confines.binds, *binds)), [*argv, *incoming(bare=template.bare)]
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -126,8 +133,6 @@ class FullDriver(Runner):
         binds = [JailBind(readable(path), machine.layer_path(number)) for number, path in enumerate(image.files)]
         if shape.firmware is Firmware.UEFI:
             binds.append(JailBind(str(self.uefi().code), machine.FIRMWARE_CODE))
-        if shape.firmware is Firmware.KERNEL:
-            binds += [JailBind(str(image.kernel), machine.KERNEL), JailBind(str(image.initrd), machine.INITRD)]
         return binds
 
     def _argv(self, shape: Shape, disk: list[machine.Overlay], memory: str, variables: str) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dsec.backends.vm.machine import SOCKETS, TEMPLATE
+from dsec.backends.vm.machine import SOCKETS, TEMPLATE, disk_chain, plain_file, raw_file
 from dsec.core.limits import MIB
 from dsec.core.machines import Agent, Bus, Firmware
 
@@ -71,8 +71,8 @@ def machine_arguments(
     machine = "q35,vmport=off,memory-backend=ram0"
     if shape.firmware is Firmware.UEFI:
         assert variables is not None
-        arguments += ["-blockdev", _json(_file("code", FIRMWARE_CODE, writable=False))]
-        arguments += ["-blockdev", _json(_file("variables", variables, writable=True))]
+        arguments += ["-blockdev", _json(raw_file("code", FIRMWARE_CODE))]
+        arguments += ["-blockdev", _json(raw_file("variables", variables, writable=True))]
         machine += ",pflash0=code,pflash1=variables"
     arguments += ["-M", machine, "-accel", accel, "-cpu", "max" if tcg else "host", "-smp", str(shape.processors)]
     arguments += ["-m", f"size={shape.memory_bytes // MIB}M", "-rtc", "base=utc,clock=host"]
@@ -108,8 +108,10 @@ def template_disk(shape: Shape) -> list[Overlay]:
     return [Overlay(f"{TEMPLATE}/{DISK_NAME}"), *image]
 
 
-def clone_disk(shape: Shape) -> list[Overlay]:
-    return [Overlay(f"{OWN}/{DISK_NAME}"), *template_disk(shape)]
+def clone_disk(shape: Shape, overlays: Sequence[str] = ()) -> list[Overlay]:
+    """`overlays`: above the template's, lowest first."""
+    above = [Overlay(f"{TEMPLATE}/{name}") for name in reversed(overlays)]
+    return [Overlay(f"{OWN}/{DISK_NAME}"), *above, *template_disk(shape)]
 
 
 def layer_path(number: int) -> str:
@@ -118,32 +120,11 @@ def layer_path(number: int) -> str:
 
 
 def _disk(shape: Shape, overlays: Sequence[Overlay]) -> dict[str, Any]:
-    """Formats and files are named down to the last: nothing that is written in a file names another."""
     if shape.format == "raw":
-        node: dict[str, Any] = _file("base", BASE, writable=False)
+        base = raw_file("base", BASE)
     else:
-        node = {"driver": "qcow2", "node-name": "base", "read-only": True, "backing": None, "file": _bytes(BASE)}
-    for number, overlay in reversed(list(enumerate(overlays))):
-        top = number == 0
-        node = {
-            "driver": "qcow2",
-            "node-name": "disk" if top else f"below{number}",
-            "read-only": not top,
-            "file": _bytes(overlay.path),
-            "backing": node,
-        }
-        if top:
-            node |= {"discard": "unmap", "detect-zeroes": "unmap"}
-    return node
-
-
-def _file(name: str, path: str, *, writable: bool) -> dict[str, Any]:
-    return {"driver": "raw", "node-name": name, "read-only": not writable, "file": _bytes(path)}
-
-
-def _bytes(path: str) -> dict[str, Any]:
-    # Bases lie where nobody changes them, and maybe on a file system without locks.
-    return {"driver": "file", "filename": path, "locking": "off"}
+        base = {"driver": "qcow2", "node-name": "base", "read-only": True, "backing": None, "file": plain_file(BASE)}
+    return disk_chain("disk", [overlay.path for overlay in overlays], base)
 
 
 def _json(node: dict[str, Any]) -> str:

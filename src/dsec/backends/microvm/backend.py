@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import secrets
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +16,19 @@ from dsec.backends.microvm.config import MicrovmConfig
 from dsec.backends.microvm.instance import MicrovmInstance
 from dsec.backends.microvm.monitors import choose_monitor, control_of
 from dsec.backends.microvm.record import MicrovmRecord
+from dsec.backends.vm import machine
 from dsec.backends.vm.backend import MachineBackend
+from dsec.backends.vm.capture import Below, Source
+from dsec.backends.vm.clones import awaken, check_same, disk_of, memory_of, processors_of
 from dsec.backends.vm.disks import check_layers, has_blob, layer_binds
+from dsec.backends.vm.driver import DISK_NAME
 from dsec.backends.vm.drivers import VmDriver
 from dsec.backends.vm.firecracker_driver import watch_memory
 from dsec.backends.vm.machine import Shape
 from dsec.backends.vm.monitor import Confines, MonitorProcess
-from dsec.backends.vm.templates import Template, Templates, template_key
-from dsec.core.errors import DsecError, InvalidArgumentError, LaunchError, UnsupportedError
+from dsec.backends.vm.saved import OVERLAY, SavedMachine
+from dsec.backends.vm.templates import DISK, Template, Templates, template_key
+from dsec.core.errors import InvalidArgumentError, UnsupportedError
 from dsec.core.ids import NodeId
 from dsec.core.limits import MIB
 from dsec.core.spec import NetworkMode, Substrate
@@ -36,8 +38,6 @@ from dsec.wire.codec import pack
 from dsec.wire.jail import JailBind
 
 _MEMORY_BYTES_MIN: Final = 96 * MIB  # a kernel, an agent, and something to run
-_PROCESSORS_MAX: Final = 64
-_SEED_BYTES: Final = 64
 _AGENT_S: Final = 30.0
 
 
@@ -53,6 +53,7 @@ class _Facts:
 class _Wanted:
     shape: Shape
     facts: _Facts
+    saved: SavedMachine | None = None
 
 
 class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wanted]):
@@ -65,12 +66,13 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
 
     @property
     def capabilities(self) -> Capabilities:
+        keeps = Keeps.NOTHING if self._facts is not None and not self._facts.driver.saves else Keeps.DISK_MEMORY
         return Capabilities(
             substrate=Substrate.MICROVM,
             networks=frozenset({NetworkMode.NONE}),
             pause=True,
-            snapshot=Keeps.NOTHING,
-            fork=Keeps.NOTHING,
+            snapshot=keeps,
+            fork=keeps,
             survives_node=True,
             own_machine=True,
             warm=True,
@@ -94,13 +96,27 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
     # ---- create ----------------------------------------------------------------------------------
 
     async def _wanted(self, instance: InstanceSpec) -> _Wanted:
-        return _Wanted(shape_of(instance, self._config), await self._open())
+        shape = shape_of(instance, self._config)
+        facts = await self._open()
+        if not instance.machine:
+            return _Wanted(shape, facts)
+        saved = await asyncio.to_thread(self.saved.get, instance.machine, self._needs(facts))
+        had = msgspec.convert(saved.manifest.shape, Shape)
+        check_same(had, instance.spec)
+        if (shape.layers, shape.pids) != (had.layers, had.pids):
+            raise InvalidArgumentError(
+                "a machine that goes on from a snapshot has the layers and `pids_max` that it had"
+            )
+        return _Wanted(had, facts, saved)
 
     async def _make(
         self, instance: InstanceSpec, wanted: _Wanted, record: MicrovmRecord, cgroups: CgroupPlan
     ) -> MicrovmInstance:
         layers = await asyncio.to_thread(layer_binds, instance.layers, self._config.images_dir)
+        if wanted.saved is not None:
+            return await self._clone(instance, wanted, record, cgroups, wanted.saved.template, layers)
         async with self._templates.held(lambda: self._template(wanted, layers)) as template:
+            record = msgspec.structs.replace(record, template=template.key)
             return await self._clone(instance, wanted, record, cgroups, template, layers)
 
     async def _clone(
@@ -116,29 +132,15 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
         await asyncio.to_thread(self._lay_out, record, shape, cgroups, template, driver)
         confines = self._confines(record, driver)
         process = driver.spawn(template, Path(record.directory), shape, confines, layers)
-        record = msgspec.structs.replace(
-            record, pid=process.pid, start_ticks=process.start_ticks, template=template.key
-        )
+        record = msgspec.structs.replace(record, pid=process.pid, start_ticks=process.start_ticks)
         found = driver.control(confines.sockets, owner=record.uid)
         made = MicrovmInstance(self, record, process, found, page_out=self._config.page_out)
-        async with self._starting(made, process, template=template.key):
+        async with self._starting(made, process):
             await driver.go_on(found, process, template, confines)
-            await self._awaken(made, instance)
+            await awaken(
+                made, instance, None if instance.spare else claim_args(instance), wanted.saved, wait_s=_AGENT_S
+            )
         return made
-
-    async def _awaken(self, made: MicrovmInstance, instance: InstanceSpec) -> None:
-        """Before anything else runs in it: its clock, its randomness, its name. All clones have been one machine."""
-        try:
-            client = await AgentClient.connect(made.connect, sandbox=instance.id, open_timeout_s=_AGENT_S)
-        except DsecError as error:
-            raise LaunchError(f"the agent of a clone does not answer: {error.message}", step="agent") from error
-        try:
-            await client.clock(paused_s=0.0, wall_s=time.time())
-            await client.reseed(secrets.token_bytes(_SEED_BYTES))
-            if not instance.spare:
-                await client.claim(claim_args(instance))
-        finally:
-            client.close()
 
     def _lay_out(
         self, record: MicrovmRecord, shape: Shape, cgroups: CgroupPlan, template: Template, driver: VmDriver[Any]
@@ -159,6 +161,28 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
             directory=str(self._place.directory_of(name)),
             cgroup2=cgroups.cgroup2,
             cgroup1=cgroups.cgroup1,
+            saved=wanted.saved.id if wanted.saved is not None else "",
+            shape=msgspec.to_builtins(wanted.shape),
+        )
+
+    def _needs(self, facts: _Facts) -> dict[str, str]:
+        return {**facts.driver.identity, "machine": str(machine.GENERATION)}
+
+    def _source(self, record: MicrovmRecord, origin: Path, overlays: int) -> Source:
+        assert self._facts is not None
+        shape = msgspec.convert(record.shape, Shape)
+        names = (DISK, *(OVERLAY.format(number) for number in range(1, overlays + 1)))
+        return Source(
+            sandbox=record.sandbox,
+            pid=record.pid,
+            uid=record.uid,
+            directory=Path(record.directory),
+            disk=DISK_NAME,
+            memory_bytes=shape.memory_bytes,
+            disk_bytes=shape.disk_bytes,
+            below=[Below(f"{machine.TEMPLATE}/{name}", name, (origin / name,)) for name in names],
+            overlays=overlays,
+            memory_mode=self._facts.driver.memory_mode,
         )
 
     # ---- templates -------------------------------------------------------------------------------
@@ -230,9 +254,9 @@ def shape_of(instance: InstanceSpec, config: MicrovmConfig) -> Shape:
         raise InvalidArgumentError(f"a microvm has at least {_MEMORY_BYTES_MIN // MIB} MiB of memory")
     check_layers(instance.layers)
     return Shape(
-        processors=max(1, min(_PROCESSORS_MAX, math.ceil(spec.cpu))),
-        memory_bytes=-(-spec.memory_bytes // (2 * MIB)) * 2 * MIB,
-        disk_bytes=-(-(spec.disk_bytes or config.disk_bytes) // MIB) * MIB,
+        processors=processors_of(spec),
+        memory_bytes=memory_of(spec),
+        disk_bytes=disk_of(spec.disk_bytes or config.disk_bytes),
         pids=spec.pids_max,
         layers=tuple((layer.digest, has_blob(layer)) for layer in instance.layers),
     )

@@ -9,30 +9,24 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from dsec.backends.base import Capabilities, InstanceSpec, Intend, Probe
+from dsec.backends.vm.capture import MachineCapture, Source
+from dsec.backends.vm.clones import Sized
 from dsec.backends.vm.instance import MachineInstance
 from dsec.backends.vm.monitor import MonitorProcess
 from dsec.backends.vm.place import Place, PlaceConfig, holder, launch_error, template_name
+from dsec.backends.vm.qmp import Monitor
 from dsec.backends.vm.record import MachineRecord, parse_record
+from dsec.backends.vm.saved import SavedMachine, SavedMachines, SavedManifest
 from dsec.backends.vm.templates import Templates
-from dsec.core.errors import DsecError, LaunchError, StorageError
+from dsec.core.errors import DsecError, LaunchError, StorageError, UnsupportedError
 from dsec.core.ids import NodeId, SandboxId
 from dsec.density.cgroups import CgroupPlan
-
-
-class Sized(Protocol):
-    """What a machine is made of, as far as its cgroups are concerned."""
-
-    @property
-    def processors(self) -> int: ...
-
-    @property
-    def memory_bytes(self) -> int: ...
 
 
 class Wanted(Protocol):
@@ -40,6 +34,11 @@ class Wanted(Protocol):
 
     @property
     def shape(self) -> Sized: ...
+
+    @property
+    def saved(self) -> SavedMachine | None:
+        """What it goes on from."""
+        ...
 
 
 R = TypeVar("R", bound=MachineRecord)
@@ -58,6 +57,7 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
     def __init__(self, config: PlaceConfig, *, node: NodeId, templates: Templates) -> None:
         self._place = Place(config, node)
         self._templates = templates
+        self.saved = SavedMachines(config.sandboxes_dir.with_name("saved"))
         self._facts: F | None = None
         self._opening = asyncio.Lock()
         self._probe: Probe | None = None
@@ -91,6 +91,15 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
     @abstractmethod
     def _adopted(self, record: R, process: MonitorProcess) -> I: ...
 
+    @abstractmethod
+    def _source(self, record: R, origin: Path, overlays: int) -> Source:
+        """What of one that runs is to be written down: its own files, and those that its disk stands on, of which
+        `origin` has `overlays` that are not its beginning."""
+
+    @abstractmethod
+    def _needs(self, facts: F) -> dict[str, str]:
+        """What must be the same for a saved machine to go on here."""
+
     # ---- probe -------------------------------------------------------------------------------------
 
     async def probe(self) -> Probe:
@@ -117,6 +126,10 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
     # ---- create ------------------------------------------------------------------------------------
 
     async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> I:
+        with self.saved.held(instance.machine):
+            return await self._create(instance, intend, deadline_s)
+
+    async def _create(self, instance: InstanceSpec, intend: Intend, deadline_s: float) -> I:
         wanted = await self._wanted(instance)
         cgroups = self._cgroups(instance.id, wanted.shape, instance.spec.cpu)
         uid = self._place.ids.take(holder(cgroups))
@@ -138,7 +151,7 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
             raise launch_error(instance.id, error) from error
 
     @asynccontextmanager
-    async def _starting(self, made: I, process: MonitorProcess, *, template: str) -> AsyncIterator[None]:
+    async def _starting(self, made: I, process: MonitorProcess) -> AsyncIterator[None]:
         """It is among the instances, and its monitor runs; or the block fails, and the template is not trusted any
         more: it may be its fault, and the next one makes another."""
         self.instances[made.id] = made
@@ -146,7 +159,8 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
             try:
                 yield
             except LaunchError:
-                self._templates.drop(template)
+                if made.facts.template:
+                    self._templates.drop(made.facts.template)
                 raise
         except BaseException:
             await asyncio.shield(process.end())
@@ -171,6 +185,41 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
     def _cgroups(self, name: str, shape: Sized, cpu: float) -> CgroupPlan:
         return self._place.cgroups(name, processors=shape.processors, memory_bytes=shape.memory_bytes, cpu=cpu)
 
+    # ---- saved machines ----------------------------------------------------------------------------
+
+    async def capture(
+        self, record: R, monitor: Callable[[], Awaitable[Monitor]], *, whole: bool = True
+    ) -> MachineCapture:
+        """`whole`: its disk as well. Raises UnsupportedError, LimitError, StorageError."""
+        if not record.shape:
+            raise UnsupportedError("it was made by an earlier version, which had no snapshots", hint="make a new one")
+        facts = await self._open()
+        manifest = SavedManifest(sandbox=record.sandbox, needs=self._needs(facts), shape=record.shape, more=record.more)
+
+        def begin() -> MachineCapture:
+            origin, overlays = self._templates.directory / record.template, 0
+            if record.saved:
+                known = self.saved.get(record.saved, self._needs(facts), whole=False)
+                origin, overlays = known.directory, known.manifest.overlays
+            source = self._source(record, origin, overlays)
+            return MachineCapture(self.saved, source, manifest, monitor, whole=whole)
+
+        try:
+            return await asyncio.to_thread(begin)
+        except OSError as error:
+            raise StorageError(f"a machine cannot be kept: {error.strerror}", hint="is the disk full?") from error
+
+    async def sync_machine(self, id: str) -> None:
+        await asyncio.to_thread(self.saved.sync, id)
+
+    async def keep_machines(self, ids: Collection[str], records: Collection[bytes]) -> None:
+        try:
+            known = [parse_record(record, self.record_type) for record in records]
+        except StorageError:
+            return  # what they need cannot be told
+        needed = {id for record in known for id in (record.saved, record.asleep) if id}
+        await asyncio.to_thread(self.saved.keep, needed | set(ids))
+
     # ---- adopt, discard, remove --------------------------------------------------------------------
 
     async def adopt(self, id: SandboxId, record: bytes) -> I:
@@ -188,7 +237,10 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
 
     async def remove(self, record: R) -> None:
         """Nothing of it is left on the host afterwards. Idempotent. Raises HostError if something resists."""
-        if (known := self.instances.pop(record.sandbox, None)) is not None:
+        known = self.instances.get(record.sandbox)
+        # After a rollback the sandbox has another machine.
+        if known is not None and known.facts.directory == record.directory:
+            del self.instances[record.sandbox]
             known.abandon()
         await self._place.remove(record)
 

@@ -27,7 +27,7 @@ from dsec.backends.vm.running import Runner
 from dsec.backends.vm.templates import CONSOLE, DISK, RAM, STATE, Template
 from dsec.wire.jail import JailBind
 
-_DISK_NAME: Final = "disk.qcow2"
+DISK_NAME: Final = "disk.qcow2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class Driver(Runner):
     vmlinux: Path
     initramfs: Path
     name: ClassVar[str] = "qemu"
+    saves: ClassVar[bool] = True
 
     @property
     def identity(self) -> dict[str, str]:
@@ -101,8 +102,9 @@ class Driver(Runner):
 
     def prepare_clone(self, template: Template, directory: Path, shape: Shape, uid: int) -> None:
         """The clone's own disk: all that it has not written is the template's. Blocking."""
-        disk = directory / _DISK_NAME
-        write_overlay(disk, backing=f"{machine.TEMPLATE}/{DISK}", backing_format="raw", size_bytes=shape.disk_bytes)
+        disk = directory / DISK_NAME
+        backing, format = (template.overlays[-1], "qcow2") if template.overlays else (DISK, "raw")
+        write_overlay(disk, backing=f"{machine.TEMPLATE}/{backing}", backing_format=format, size_bytes=shape.disk_bytes)
         os.chown(disk, uid, uid)
 
     def spawn(
@@ -114,16 +116,30 @@ class Driver(Runner):
         binds += [
             JailBind(str(template.directory / RAM), f"{machine.TEMPLATE}/{RAM}", writable=not keeps),
             JailBind(str(template.directory / STATE), f"{machine.TEMPLATE}/{STATE}"),
-            JailBind(str(template.directory / DISK), f"{machine.TEMPLATE}/{DISK}"),
+            *(
+                JailBind(str(template.directory / name), f"{machine.TEMPLATE}/{name}")
+                for name in (DISK, *template.overlays)
+            ),
         ]
-        drive = Drive("disk", machine.DISK, format="qcow2", writable=True)
+        below = tuple(f"{machine.TEMPLATE}/{name}" for name in (*reversed(template.overlays), DISK))
+        drive = Drive("disk", machine.DISK, format="qcow2", writable=True, below=below)
         argv = self._argv(shape, drive, memory=machine.clone_memory(shape.memory_bytes, read_only=keeps))
         argv += machine.console_ring()
-        return self.start(replace(confines, binds=(*confines.binds, *binds)), [*argv, "-incoming", "defer"])
+        return self.start(
+            replace(confines, binds=(*confines.binds, *binds)), [*argv, *machine.incoming(bare=template.bare)]
+        )
 
-    async def go_on(self, found: QemuMachine, process: MonitorProcess, template: Template, confines: Confines) -> None:
+    async def go_on(
+        self,
+        found: QemuMachine,
+        process: MonitorProcess,
+        template: Template,
+        confines: Confines,
+        *,
+        stand: bool = False,
+    ) -> None:
         """The machine goes on where the template was stopped. Raises LaunchError; the process is the caller's."""
-        found.take(await self.start_clone(process, template, confines.sockets, confines.uid))
+        found.take(await self.start_clone(process, template, confines.sockets, confines.uid, stand=stand))
 
     # ---- inside ----------------------------------------------------------------------------------
 

@@ -44,6 +44,16 @@ class VmDriver(Protocol[M]):
         ...
 
     @property
+    def saves(self) -> bool:
+        """Its machines can be written down whole while they live, and gone on with (`capture`)."""
+        ...
+
+    @property
+    def memory_mode(self) -> int:
+        """Of the file of a memory that clones map."""
+        ...
+
+    @property
     def accelerator(self) -> str:
         """kvm | tcg"""
         ...
@@ -78,8 +88,11 @@ class VmDriver(Protocol[M]):
         """The monitor of a clone. Raises LaunchError."""
         ...
 
-    async def go_on(self, found: M, process: MonitorProcess, template: Template, confines: Confines) -> None:
-        """The machine goes on where the template was stopped. Raises LaunchError; the process is the caller's."""
+    async def go_on(
+        self, found: M, process: MonitorProcess, template: Template, confines: Confines, *, stand: bool = False
+    ) -> None:
+        """The machine goes on where the template was stopped, or stands there, as one that was paused. Raises
+        LaunchError; the process is the caller's."""
         ...
 
     def control(self, sockets: Path, *, owner: int) -> M:

@@ -88,6 +88,8 @@ class FirecrackerDriver:
     initramfs: Path
     served: bool = False  # memory of clones by `dsec-pages`, not by mapping the file
     name: ClassVar[str] = "firecracker"
+    saves: ClassVar[bool] = False
+    memory_mode: ClassVar[int] = 0o444
 
     @property
     def accelerator(self) -> str:
@@ -204,9 +206,16 @@ class FirecrackerDriver:
         return self._start(self.clone_confines(template, directory, confines, layers))
 
     async def go_on(
-        self, found: FirecrackerMachine, process: MonitorProcess, template: Template, confines: Confines
+        self,
+        found: FirecrackerMachine,
+        process: MonitorProcess,
+        template: Template,
+        confines: Confines,
+        *,
+        stand: bool = False,
     ) -> None:
-        """The machine goes on where the template was stopped. Raises LaunchError; the process is the caller's."""
+        """The machine goes on where the template was stopped, or stands there. Raises LaunchError; the process is the
+        caller's."""
         pages: MonitorProcess | None = None
         try:
             await self._ready(found.api, process)
@@ -214,7 +223,7 @@ class FirecrackerDriver:
             if self.served:
                 pages = await _serve_pages(template, confines)
                 backend = {"backend_type": "Uffd", "backend_path": f"{machine.SOCKETS}/{_SERVED}"}
-            load = {"snapshot_path": f"{machine.TEMPLATE}/{STATE}", "mem_backend": backend, "resume_vm": True}
+            load = {"snapshot_path": f"{machine.TEMPLATE}/{STATE}", "mem_backend": backend, "resume_vm": not stand}
             await found.api.put("/snapshot/load", load, timeout_s=_SAVE_S)
         except BaseException as error:
             if pages is not None:

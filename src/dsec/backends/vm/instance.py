@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ from dsec.backends.vm.paused import PausedMemory
 from dsec.backends.vm.qemu_machine import QemuMachine
 from dsec.backends.vm.qmp import Monitor, MonitorError
 from dsec.backends.vm.record import MachineRecord
-from dsec.core.errors import DeadlineError, FreezeTimeoutError, SandboxFaultError, UnsupportedError
+from dsec.core.errors import DeadlineError, FreezeTimeoutError, GoneError, SandboxFaultError, UnsupportedError
 from dsec.core.faults import fault_point
 from dsec.core.ids import SandboxId
 from dsec.core.states import EndCause
@@ -31,6 +31,10 @@ class Remover(Protocol[R_contra]):
     """The backend that made it."""
 
     async def remove(self, record: R_contra) -> None: ...
+
+    async def capture(self, record: R_contra, monitor: Callable[[], Awaitable[Monitor]]) -> Capture:
+        """Raises UnsupportedError, LimitError, StorageError."""
+        ...
 
 
 class MachineInstance(Generic[R]):
@@ -144,7 +148,11 @@ class MachineInstance(Generic[R]):
         return await self._machine.monitor()
 
     async def snapshot(self) -> Capture:
-        raise UnsupportedError("virtual machines have no snapshots yet", hint="use backend='container'")
+        if self._process.ended.done():
+            raise GoneError(f"the machine of {self.id} has ended", sandbox=self.id)
+        if not isinstance(self._machine, QemuMachine):
+            raise UnsupportedError("machines under Firecracker have no snapshots", hint='set monitor = "qemu"')
+        return await self._backend.capture(self._record, self.control)
 
     # ---- end -------------------------------------------------------------------------------------
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from dsec.core.limits import MIB
 
@@ -44,6 +45,7 @@ class Drive:
     path: str
     format: str = "raw"
     writable: bool = False
+    below: tuple[str, ...] = ()  # what it stands on, topmost first: all are qcow2 but the last, which is raw
 
 
 def drives_of(shape: Shape, *, disk: Drive) -> list[Drive]:
@@ -91,11 +93,49 @@ def machine_arguments(
 
 
 def _blockdev(drive: Drive) -> str:
+    if drive.below:
+        *overlays, base = drive.below
+        return json.dumps(
+            disk_chain(drive.serial, [drive.path, *overlays], raw_file("base", base)), separators=(",", ":")
+        )
     reads = "on" if not drive.writable else "off"
     more = ",discard=unmap,detect-zeroes=unmap" if drive.writable else ""
     # Layers lie where nobody changes them, and maybe on a file system without locks.
     file = f"file.driver=file,file.filename={drive.path},file.locking=off"
     return f"driver={drive.format},node-name={drive.serial},read-only={reads}{more},{file}"
+
+
+def disk_chain(name: str, overlays: Sequence[str], base: dict[str, Any]) -> dict[str, Any]:
+    """Formats and files are named down to the last: nothing that is written in a file names another. `overlays`: qcow2,
+    topmost first; the machine writes to that."""
+    node = base
+    for number, path in reversed(list(enumerate(overlays))):
+        top = number == 0
+        node = {
+            "driver": "qcow2",
+            "node-name": name if top else f"below{number}",
+            "read-only": not top,
+            "file": plain_file(path),
+            "backing": node,
+        }
+        if top:
+            node |= {"discard": "unmap", "detect-zeroes": "unmap"}
+    return node
+
+
+def raw_file(name: str, path: str, *, writable: bool = False) -> dict[str, Any]:
+    return {"driver": "raw", "node-name": name, "read-only": not writable, "file": plain_file(path)}
+
+
+def plain_file(path: str) -> dict[str, Any]:
+    # What is below lies where nobody changes it, and maybe on a file system without locks.
+    return {"driver": "file", "filename": path, "locking": "off"}
+
+
+def incoming(*, bare: bool) -> list[str]:
+    """Waits for a state. `bare`: of devices alone, without the head of a migration; it says that the machine ran, and
+    what goes on is for the node to say."""
+    return ["-incoming", "defer", *(["-S", "-global", "migration.send-configuration=off"] if bare else [])]
 
 
 def console_ring() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,10 @@ class MachineRecord(msgspec.Struct, frozen=True, kw_only=True):
     cgroup2: str | None
     cgroup1: dict[str, str]
     template: str = ""
+    saved: str = ""  # id of the saved machine that its disk stands on
+    asleep: str = ""  # id of the saved machine that it is: no monitor runs
+    shape: dict[str, Any] = {}  # as its backend has it
+    more: dict[str, Any] = {}  # what else its backend wants to know of it
     pid: int = 0  # 0: an intent, nothing may have been started
     start_ticks: int = 0
 

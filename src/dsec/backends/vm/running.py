@@ -14,6 +14,7 @@ from dsec.backends.vm import machine
 from dsec.backends.vm.monitor import Confines, MonitorProcess, jail_plan
 from dsec.backends.vm.qemu import Qemu
 from dsec.backends.vm.qmp import Monitor, MonitorError
+from dsec.backends.vm.screens import put_screen
 from dsec.backends.vm.templates import RAM, STATE, Template
 from dsec.core.errors import DeadlineError, DsecError, LaunchError
 from dsec.core.faults import fault_point
@@ -40,21 +41,32 @@ class Runner:
         finally:
             os.close(fd)
         (directory / STATE).chmod(0o444)
-        # Before 8.2 a monitor cannot open it for reading only.
-        (directory / RAM).chmod(0o444 if self.qemu.keeps_templates else 0o666)
+        (directory / RAM).chmod(self.memory_mode)
+
+    @property
+    def memory_mode(self) -> int:
+        """Of the file of a memory that clones map: before 8.2 a monitor cannot open it for reading only."""
+        return 0o444 if self.qemu.keeps_templates else 0o666
 
     def start(self, confines: Confines, argv: list[str]) -> MonitorProcess:
         return MonitorProcess.start(jail_plan(confines, argv))
 
-    async def start_clone(self, process: MonitorProcess, template: Template, sockets: Path, owner: int) -> Monitor:
-        """The machine goes on where the template was stopped. Raises LaunchError; the process is the caller's."""
+    async def start_clone(
+        self, process: MonitorProcess, template: Template, sockets: Path, owner: int, *, stand: bool = False
+    ) -> Monitor:
+        """The machine goes on where the template was stopped, or stands there. Raises LaunchError; the process is the
+        caller's."""
         try:
             monitor = await connect_monitor(process, sockets, owner)
             try:
-                await self._ignore_memory(monitor)
+                if not template.bare:
+                    await self._ignore_memory(monitor)
                 with (template.directory / STATE).open("rb") as state:
                     await self._migrate(monitor, "migrate-incoming", state.fileno(), f"{machine.TEMPLATE}/{STATE}")
-                await monitor.execute("cont")
+                if template.bare:
+                    await put_screen(monitor, process.pid, template.directory)
+                if not stand:
+                    await monitor.execute("cont")
             except BaseException:
                 monitor.close()
                 raise

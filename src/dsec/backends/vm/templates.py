@@ -57,8 +57,13 @@ class Manifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Template:
+    """What machines are begun from: one that was stopped before anybody used it, or (`saved`) in the middle of its
+    life."""
+
     key: str
     directory: Path
+    overlays: tuple[str, ...] = ()  # files of its disk above what that began as, lowest first
+    bare: bool = False  # the file of its devices' state has nothing else in it
 
     @property
     def state_bytes(self) -> int:
@@ -69,7 +74,7 @@ class Templates:
     """Of one node. Build is called at most once at a time for a key, also by several nodes on one directory."""
 
     def __init__(self, directory: Path, *, kept_max: int, disk: str = DISK) -> None:
-        self._directory = directory
+        self.directory = directory
         self._disk = disk
         self._kept_max = kept_max
         self._building: dict[str, asyncio.Lock] = {}
@@ -81,7 +86,7 @@ class Templates:
             if (found := await asyncio.to_thread(self._find, key)) is not None:
                 return found
             await self._make(key, made_of, build)
-        return Template(key, self._directory / key)
+        return Template(key, self.directory / key)
 
     @asynccontextmanager
     async def held(self, find: Callable[[], Awaitable[Template]]) -> AsyncIterator[Template]:
@@ -100,11 +105,11 @@ class Templates:
 
     def find(self, key: str) -> Template:
         """One that a machine was cloned from. Raises ConflictError when it is there no more."""
-        if not (self._directory / key / _MANIFEST).exists():
+        if not (self.directory / key / _MANIFEST).exists():
             raise ConflictError(
                 "the template that the machine was cloned from has been removed", hint="use one that was made later"
             )
-        return Template(key, self._directory / key)
+        return Template(key, self.directory / key)
 
     def made_of(self, key: str) -> dict[str, str]:
         """Raises StorageError."""
@@ -116,20 +121,20 @@ class Templates:
     def drop(self, key: str) -> None:
         """It does not work: the next `get` makes another. Clones that are being started from it are not disturbed."""
         self._checked.discard(key)
-        directory = self._directory / key
+        directory = self.directory / key
         (directory / _MANIFEST).unlink(missing_ok=True)
         _remove_unheld(directory)
 
     def keys(self) -> list[str]:
         """Last used first."""
-        if not self._directory.is_dir():
+        if not self.directory.is_dir():
             return []
-        found = [path for path in self._directory.iterdir() if (path / _MANIFEST).exists()]
+        found = [path for path in self.directory.iterdir() if (path / _MANIFEST).exists()]
         return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
     def sweep(self) -> None:
         """Removes what was never finished, and the templates that were not used for longest."""
-        for path in list(self._directory.iterdir()) if self._directory.is_dir() else []:
+        for path in list(self.directory.iterdir()) if self.directory.is_dir() else []:
             # One that has just begun is not held yet.
             if not (path / _MANIFEST).exists() and time.time() - path.stat().st_mtime > _BEGUN_S:
                 _remove_unheld(path)
@@ -146,13 +151,13 @@ class Templates:
     # ---- inside ----------------------------------------------------------------------------------
 
     async def _make(self, key: str, made_of: dict[str, str], build: Callable[[Path], Awaitable[None]]) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for attempt in range(_TRIES):
-            work = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=_UNFINISHED, dir=self._directory))
+            work = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=_UNFINISHED, dir=self.directory))
             try:
                 with _held(work):
                     await build(work)
-                    await self._until_let_go(self._directory / key)
+                    await self._until_let_go(self.directory / key)
                     await asyncio.to_thread(self._finish, work, key, made_of)
                 return
             except LaunchError as error:
@@ -183,7 +188,7 @@ class Templates:
             made_of=made_of,
         )
         (work / _MANIFEST).write_bytes(to_json(manifest))
-        target = self._directory / key
+        target = self.directory / key
         try:
             work.rename(target)
         except OSError:  # another node on this directory was faster
@@ -193,7 +198,7 @@ class Templates:
         self.sweep()
 
     def _find(self, key: str) -> Template | None:
-        directory = self._directory / key
+        directory = self.directory / key
         try:
             if key not in self._checked:
                 self._check(key)
@@ -210,7 +215,7 @@ class Templates:
 
     def _check(self, key: str) -> None:
         """Once in the life of this process: that nobody has written into it since it was made."""
-        directory, manifest = self._directory / key, self._manifest(key)
+        directory, manifest = self.directory / key, self._manifest(key)
         found = (directory / RAM).stat()
         if (found.st_size, found.st_mtime_ns) != (manifest.ram_bytes, manifest.ram_mtime_ns):
             raise HostError("its memory was written after it was made")
@@ -220,7 +225,7 @@ class Templates:
             raise HostError("its state is not what was written")
 
     def _manifest(self, key: str) -> Manifest:
-        return from_json((self._directory / key / _MANIFEST).read_bytes(), Manifest)
+        return from_json((self.directory / key / _MANIFEST).read_bytes(), Manifest)
 
 
 def template_key(made_of: dict[str, str]) -> str:

@@ -1,0 +1,244 @@
+"""A machine under QEMU is written down in the middle of its life: memory, devices, disks, at one moment.
+
+Before it stands still all that never changes is copied, or given a second name; while it does, what it has written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dsec.backends.base import CapturedLayer
+from dsec.backends.vm.copying import PIECE_BYTES, Deadline, copy_file, link_or_copy, open_written, write_sparse
+from dsec.backends.vm.guestmemory import GuestMemory
+from dsec.backends.vm.machine import TEMPLATE
+from dsec.backends.vm.qmp import Monitor
+from dsec.backends.vm.saved import OVERLAY, SavedMachine, SavedMachines, SavedManifest
+from dsec.backends.vm.screens import SCREEN, take_screen
+from dsec.backends.vm.templates import RAM, STATE
+from dsec.core.errors import DeadlineError, HostError, LimitError, SandboxFaultError, StorageError
+from dsec.core.faults import fault_point
+from dsec.core.limits import MACHINE_OVERLAYS_MAX, MIB
+
+_DISK_SLACK_BYTES: Final = 64 * MIB  # tables of a qcow2, beside what is in it
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """A file that the machine's disk stands on, and that nobody writes: `names` are those that it may have on the host,
+    `name` what it is called in a saved machine."""
+
+    path: str  # as the monitor sees it
+    name: str
+    names: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is to be written down."""
+
+    sandbox: str
+    pid: int
+    uid: int
+    directory: Path  # its own, which its monitor can write
+    disk: str  # the file of its own disk, there
+    memory_bytes: int
+    disk_bytes: int
+    below: Sequence[Below]
+    overlays: int  # of those
+    copied: Sequence[str] = ()  # further files of its own
+    screen: bool = False
+    memory_mode: int = 0o444  # of the file of its memory
+
+
+class MachineCapture:
+    """As `Capture`. With `whole` its disk is copied, too; else it stays where it is, for the machine alone."""
+
+    def __init__(
+        self,
+        saved: SavedMachines,
+        source: Source,
+        manifest: SavedManifest,
+        monitor: Callable[[], Awaitable[Monitor]],
+        *,
+        whole: bool = True,
+    ) -> None:
+        """Raises LimitError. `monitor`: gives a connection to it."""
+        if whole and source.overlays >= MACHINE_OVERLAYS_MAX:
+            raise LimitError(
+                f"the disk of {source.sandbox} stands on {source.overlays} snapshots, and there can be no more",
+                hint="begin anew from an environment or an image",
+            )
+        self._saved = saved
+        self._source = source
+        self._manifest = manifest
+        self._monitor = monitor
+        self._whole = whole
+        self._work, self._lock = saved.begin()
+        self._looked = False
+        self._kept: SavedMachine | None = None
+        self._closed = False
+
+    async def look(self) -> bool:
+        if not self._looked:
+            await asyncio.to_thread(self._begin)
+            self._looked = True
+        return True
+
+    async def take(self, *, within_s: float) -> int:
+        fault_point("vm.take")
+        await self.look()
+        deadline = Deadline(within_s)
+        monitor = await self._monitor()
+        await self._take_devices(monitor, within_s)
+        copied = await asyncio.to_thread(self._take_rest, deadline)
+        if self._source.screen and (content := await take_screen(monitor, self._source.pid)) is not None:
+            await asyncio.to_thread(_write, self._work / SCREEN, content)
+            copied += len(content)
+        return copied
+
+    async def keep(self, run: tuple[str, ...] = ()) -> CapturedLayer:
+        fault_point("vm.keep")
+        overlays = self._source.overlays + (1 if self._whole else 0)
+        (self._work / RAM).chmod(self._source.memory_mode)
+        manifest = msgspec.structs.replace(self._manifest, overlays=overlays)
+        self._kept = await asyncio.to_thread(self._saved.finish, self._work, manifest)
+        size = await asyncio.to_thread(_allocated, self._kept.directory)
+        return CapturedLayer("", size, 0, machine=self._kept.id)
+
+    async def close(self) -> None:
+        """What was kept is held until here."""
+        if self._closed:
+            return
+        self._closed = True
+        os.close(self._lock)
+        if self._kept is not None:
+            self._saved.let_go(self._kept.id)
+        else:
+            await asyncio.to_thread(shutil.rmtree, self._work, ignore_errors=True)
+
+    # ---- inside ------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        source = self._source
+        memory = GuestMemory.of(source.pid, f"{TEMPLATE}/{RAM}", source.memory_bytes)
+        try:
+            fd = os.open(self._work / RAM, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(fd, source.memory_bytes)
+                memory.copy_file(fd)
+            finally:
+                os.close(fd)
+            opened = _opened(source.pid)
+            for below in source.below:
+                self._keep_below(below, opened)
+        except OSError as error:
+            raise StorageError(f"the machine cannot be copied: {error.strerror}", hint="is the disk full?") from error
+
+    def _keep_below(self, below: Below, opened: dict[str, str]) -> None:
+        path = opened.get(below.path)
+        if path is None:
+            raise SandboxFaultError(f"the monitor has not opened {below.path}")
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise SandboxFaultError(f"{below.path} of the monitor is no file")
+            target = self._work / below.name
+            name = next((name for name in below.names if _is_same(name, fd)), None)
+            deadline = Deadline(float("inf"))
+            if name is None:
+                copy_file(fd, target, deadline)
+            else:
+                link_or_copy(name, fd, target, deadline)
+        finally:
+            os.close(fd)
+
+    async def _take_devices(self, monitor: Monitor, within_s: float) -> None:
+        status = await monitor.execute("query-status")
+        if not isinstance(status, dict) or status.get("running") is not False:
+            raise SandboxFaultError("the machine does not stand still")
+        path = self._work / STATE
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
+        try:
+            os.fchmod(fd, 0o444)
+            await monitor.write_to(fd, "xen-save-devices-state", {"live": False}, timeout_s=within_s)
+        finally:
+            os.close(fd)
+        if not path.stat().st_size:
+            raise HostError("the monitor has written no state")
+
+    def _take_rest(self, deadline: Deadline) -> int:
+        source = self._source
+        try:
+            memory = GuestMemory.of(source.pid, f"{TEMPLATE}/{RAM}", source.memory_bytes)
+            fd = os.open(self._work / RAM, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                copied = memory.copy_own(fd, deadline)
+            finally:
+                os.close(fd)
+            if self._whole:
+                copied += self._take_file(source.disk, OVERLAY.format(source.overlays + 1), deadline)
+            for name in source.copied:
+                copied += self._take_file(name, name, deadline)
+        except DeadlineError:
+            raise
+        except OSError as error:
+            raise StorageError(f"the machine cannot be copied: {error.strerror}", hint="is the disk full?") from error
+        return copied
+
+    def _take_file(self, own: str, name: str, deadline: Deadline) -> int:
+        source = self._source
+        fd = open_written(
+            source.directory / own, owner=source.uid, bytes_max=source.disk_bytes * 9 // 8 + _DISK_SLACK_BYTES
+        )
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                (self._work / name).unlink()
+            return copy_file(fd, self._work / name, deadline)
+        finally:
+            os.close(fd)
+
+
+def _opened(pid: int) -> dict[str, str]:
+    """Of a monitor: files that it has open, by the names by which it knows them."""
+    found = {}
+    try:
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found[str(path.readlink()).removesuffix(" (deleted)")] = str(path)
+    except OSError as error:
+        raise SandboxFaultError(f"the machine has ended: {error.strerror}") from error
+    return found
+
+
+def _is_same(name: Path, fd: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samestat(name.stat(follow_symlinks=False), os.fstat(fd))
+    return False
+
+
+def _write(path: Path, content: bytes) -> None:
+    """What shows nothing takes no room."""
+    try:
+        with path.open("wb") as file:
+            file.truncate(len(content))
+            for at in range(0, len(content), PIECE_BYTES):
+                write_sparse(file.fileno(), content[at : at + PIECE_BYTES], at, over=False)
+    except OSError as error:
+        raise StorageError(f"{path.name} of a machine cannot be written: {error.strerror}") from error
+
+
+def _allocated(directory: Path) -> int:
+    """Of files that no other machine has."""
+    infos = [path.stat(follow_symlinks=False) for path in directory.iterdir()]
+    return sum(info.st_blocks * 512 for info in infos if info.st_nlink == 1)
