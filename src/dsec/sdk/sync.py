@@ -1163,7 +1163,8 @@ class Sandbox(Blocking[AsyncSandbox]):
     def snapshot(self, name: str | None = None, *, idempotency_key: str | None = None) -> Snapshot:
         """Keeps what it has on its disk now, by a name that is unique in its project (default: the snapshot's id).
 
-        It stands still for a moment, and goes on. Processes, memory, `/dev/shm` and volumes are not kept.
+        It stands still for a moment, and goes on. Volumes are not kept, and processes, memory and `/dev/shm` only of
+        virtual machines (`info.keeps`): what is made from such a snapshot goes on where it was.
         Raises ConflictError (the name is taken, or another snapshot of it is being made), CapacityError, DeadlineError
         when it writes more than can be copied in the time for which it may stand still.
         """
@@ -1173,10 +1174,10 @@ class Sandbox(Blocking[AsyncSandbox]):
     def fork(
         self, count: int = 1, *, idempotency_key: str | None = None, timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT
     ) -> Sequence[Sandbox]:
-        """`count` new sandboxes on what it has on its disk now, alike but for the name: all of them, or an error.
+        """`count` new sandboxes on what it has now, alike but for the name: all of them, or an error.
 
-        It stands still for a moment, and goes on. Processes, memory and `/dev/shm` are not copied. Variables, limits,
-        labels and times to live are as it was given them. `timeout_s` is for the start of each.
+        It stands still for a moment, and goes on; what is copied `snapshot` says. Variables, limits, labels and times
+        to live are as it was given them. `timeout_s` is for the start of each.
         Raises what `snapshot` raises, and what `create` raises: none of them is left then.
         """
         result: Sequence[Sandbox] = wrap(
