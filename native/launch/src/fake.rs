@@ -290,10 +290,16 @@ impl System for Fake {
         self.file(format!("open_directory_at {name:?}"))
     }
     fn open_namespace(&self, path: &Path) -> io::Result<OwnedFd> {
-        self.file(format!("open_namespace {}", path.display()))
+        let file = self.file(format!("open_namespace {}", path.display()))?;
+        // Ours is there, and is not what stands for the host's.
+        Ok(File::open(path).map_or(file, OwnedFd::from))
     }
     fn is_directory(&self, _: BorrowedFd) -> io::Result<bool> {
         self.note("is_directory".into()).map(|()| true)
+    }
+    fn is_directory_at(&self, path: &Path) -> io::Result<bool> {
+        self.note(format!("is_directory_at {}", path.display()))
+            .map(|()| true)
     }
     fn inode(&self, _: BorrowedFd) -> io::Result<u64> {
         self.note("inode".into()).map(|()| 7)
@@ -383,10 +389,12 @@ impl System for Fake {
     fn unshare(&self, namespaces: u64) -> io::Result<()> {
         self.note(format!("unshare {namespaces:#x}"))
     }
-    fn clone(&self, origin: &Origin, how: &Clone) -> io::Result<Side> {
+    fn clone(&self, origin: &Origin, how: &Clone, meanwhile: &mut dyn FnMut()) -> io::Result<Side> {
         assert!(how.sibling && how.cgroup.is_some() && origin.cgroup.is_some());
         assert_eq!(origin.tasks.len(), 2);
         self.note("clone".into())?;
+        meanwhile();
+        self.note("cloned".into())?;
         self.appear("process".into());
         Ok(Side::Parent {
             pid: 4242,

@@ -1,7 +1,7 @@
 //! One launch, from plan to agent, in a process of its own: all or nothing.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use dsec_sys::namespaces::{Clone, Origin, Side, NEW_PID, NEW_USER};
@@ -19,6 +19,7 @@ use crate::wire::{LaunchFailure, Launched};
 
 /// How long a new process may take for its own steps. Far more than it ever needs: this only ends a hang.
 const INSIDE_MAX: Duration = Duration::from_secs(30);
+const OWN_MOUNTS: &str = "/proc/self/ns/mnt";
 
 /// Carries the plan out. When it fails, everything that was made is taken back first.
 pub fn launch(system: &dyn System, job: &Job) -> std::result::Result<Launched, LaunchFailure> {
@@ -66,20 +67,21 @@ fn carry_out(
     check(plan)?;
     clock.begin(Step::Cgroups)?;
     let cgroups = cgroups::make(system, plan, undo)?;
-    clock.begin(Step::Directories)?;
-    let holder = state::make(system, plan, undo)?;
     clock.begin(Step::Socket)?;
     let socket = state::listen(system, plan, undo)?;
 
     clock.begin(Step::Clone)?;
-    let parts = root::collect(system, job, &holder)?;
     let covers = view::collect(system, &job.view.sources)?;
-    let volumes = volumes::collect(system, job)?;
-    leave_host(system, job)?;
+    let own = leave_host(system, job)?;
     clock.begin(Step::CgroupsV1)?;
-    let mut child = clone(system, job, &cgroups, &socket, &covers, undo)?;
+    let given = Given {
+        cgroups: &cgroups,
+        socket: &socket,
+        covers: &covers,
+    };
+    let (mut child, materials) = clone(system, job, clock, &given, &own, undo)?;
     drop((socket, covers));
-    let built = build(system, job, clock, &cgroups, parts, volumes, &child);
+    let built = build(system, job, clock, &cgroups, materials, &child);
     // A process that has failed on its own says why better than we, who only see that it no longer listens.
     let said = match built {
         Ok(()) => {
@@ -115,17 +117,54 @@ fn carry_out(
 }
 
 /// Into a mount namespace of this launch alone, and into the sandbox's range: as its owner everything from here on is made,
-/// and limits that the kernel keeps by user are the sandbox's own (ruling 14).
-fn leave_host(system: &dyn System, job: &Job) -> Result<()> {
+/// and limits that the kernel keeps by user are the sandbox's own (ruling 14). Gives the namespace.
+fn leave_host(system: &dyn System, job: &Job) -> Result<OwnedFd> {
     system
         .enter_mounts(job.bare_mounts.as_fd())
         .doing("enter", "the bare mount namespace")?;
     system
         .unshare(dsec_sys::namespaces::NEW_MOUNT)
         .doing("make", "a mount namespace")?;
+    let own = system
+        .open_namespace(Path::new(OWN_MOUNTS))
+        .doing_to("open", Path::new(OWN_MOUNTS))?;
     system
         .act_as(job.plan.id_base)
-        .doing("act as", job.plan.id_base)
+        .doing("act as", job.plan.id_base)?;
+    Ok(own)
+}
+
+/// What the tree is made of.
+struct Materials<'a> {
+    parts: root::Parts,
+    volumes: Vec<Volume<'a>>,
+}
+
+/// Back on the host for a moment, and as its root.
+fn collect<'a>(
+    system: &dyn System,
+    job: &Job<'a>,
+    clock: &mut Clock,
+    own: &OwnedFd,
+    undo: &mut Undo,
+) -> Result<Materials<'a>> {
+    clock.begin(Step::Directories)?;
+    system.act_as(0).doing("act as", "root")?;
+    system
+        .enter_mounts(job.host_mounts.as_fd())
+        .doing("enter", "the host's mount namespace")?;
+    let holder = state::make(system, job.plan, undo)?;
+    clock.begin(Step::Clone)?;
+    let parts = root::collect(system, job, &holder)?;
+    let volumes = volumes::collect(system, job)?;
+    system
+        .enter_mounts(own.as_fd())
+        .doing("enter", "the launch's mount namespace")?;
+    system
+        .act_as(job.plan.id_base)
+        .doing("act as", job.plan.id_base)?;
+    clock.begin(Step::CgroupsV1)?;
+    Ok(Materials { parts, volumes })
 }
 
 /// The new process, as seen from here.
@@ -136,14 +175,23 @@ struct Child {
     report: OwnedFd,
 }
 
-fn clone(
+/// What the new process inherits, besides its pipes: nothing else of the sandbox's that is open by then, or it would keep it.
+struct Given<'a> {
+    cgroups: &'a Cgroups,
+    socket: &'a OwnedFd,
+    covers: &'a [view::Cover],
+}
+
+/// While it comes to be, what its tree is made of is collected.
+fn clone<'a>(
     system: &dyn System,
-    job: &Job,
-    cgroups: &Cgroups,
-    socket: &OwnedFd,
-    view: &[view::Cover],
+    job: &Job<'a>,
+    clock: &mut Clock,
+    given: &Given,
+    own: &OwnedFd,
     undo: &mut Undo,
-) -> Result<Child> {
+) -> Result<(Child, Materials<'a>)> {
+    let cgroups = given.cgroups;
     let (go_read, go_write) = system.pipe().doing("make", "a pipe")?;
     let (report_read, report_write) = system.pipe().doing("make", "a pipe")?;
     let tasks: Vec<_> = cgroups.v1_tasks.iter().map(|fd| fd.as_fd()).collect();
@@ -157,10 +205,21 @@ fn clone(
         cgroup: cgroups.agent.as_ref().map(|fd| fd.as_fd()),
         sibling: true, // a child of the daemon, which outlives this process
     };
-    match system
-        .clone(&origin, &how)
-        .doing("clone", "the new process")?
-    {
+    let mut materials = None;
+    let side = system.clone(&origin, &how, &mut || {
+        materials = Some(collect(system, job, clock, own, undo));
+    });
+    // What went wrong first is what is told.
+    let materials = match materials.transpose() {
+        Err(error) => {
+            if let Ok(Side::Parent { pidfd, .. }) = side {
+                undo.add(Made::Process(pidfd));
+            }
+            return Err(error);
+        }
+        Ok(materials) => materials,
+    };
+    match side.doing("clone", "the new process")? {
         Side::Child => {
             drop((go_write, report_read));
             let cgroup = cgroups.directory.as_ref();
@@ -170,21 +229,23 @@ fn clone(
                     job,
                     go: go_read,
                     report: report_write,
-                    socket,
+                    socket: given.socket,
                     cgroup,
-                    view,
+                    view: given.covers,
                 },
             )
         }
         Side::Parent { pid, pidfd } => {
             let process = pidfd.try_clone().doing("duplicate", "a descriptor")?;
             undo.add(Made::Process(pidfd));
-            Ok(Child {
+            let child = Child {
                 pid,
                 process,
                 go: go_write,
                 report: report_read,
-            })
+            };
+            let missing = || Error::Invalid("nothing was collected".into());
+            Ok((child, materials.ok_or_else(missing)?))
         }
     }
 }
@@ -195,10 +256,10 @@ fn build(
     job: &Job,
     clock: &mut Clock,
     cgroups: &Cgroups,
-    parts: root::Parts,
-    volumes: Vec<Volume>,
+    materials: Materials,
     child: &Child,
 ) -> Result<()> {
+    let Materials { parts, volumes } = materials;
     clock.begin(Step::Maps)?;
     let map = format!("0 {} {IDS_PER_SANDBOX}", job.plan.id_base);
     for name in ["uid_map", "gid_map"] {
@@ -220,7 +281,7 @@ fn build(
         .act_as(job.plan.id_base)
         .doing("act as", job.plan.id_base)?;
     clock.begin(Step::Overlay)?;
-    let tree = root::overlay(system, parts, &users, job.layers_by_name)?;
+    let tree = root::overlay(system, &parts, &users, job.layers_by_name)?;
     if !volumes.is_empty() {
         clock.begin(Step::Volumes)?;
         volumes::attach(system, &volumes, &users, &tree)?;
@@ -234,6 +295,8 @@ fn build(
     system
         .write(child.go.as_fd(), b"r")
         .doing("start", "the new process")?;
+    // They go when this process ends, which nobody waits for.
+    std::mem::forget(parts);
     Ok(())
 }
 
@@ -296,14 +359,15 @@ mod tests {
             "write_file /cg2/s/pids.max",
             "write_file /cg1/cpuset/s/cpuset.",
             "write_file /cg1/cpuset/s/a",
-            "make_dir /state/s ",
-            "attach_at \"/state/s/disk\"",
-            "make_dir /state/s/disk/upper",
             "listen",
-            "clone_mount \"/layers/base\"",
             "enter_mounts",
             "act_as 1879048192",
             "clone",
+            "make_dir /state/s ",
+            "attach_at \"/state/s/disk\"",
+            "make_dir /state/s/disk/upper",
+            "clone_mount \"/layers/base\"",
+            "cloned",
             "write_file /proc/4242/uid_map 0 1879048192 65536",
             "open_namespace /proc/4242/ns/user",
             "write m",

@@ -61,6 +61,7 @@ pub trait System {
     /// Opens a namespace file, which is a link that must be followed.
     fn open_namespace(&self, path: &Path) -> io::Result<OwnedFd>;
     fn is_directory(&self, file: BorrowedFd) -> io::Result<bool>;
+    fn is_directory_at(&self, path: &Path) -> io::Result<bool>;
     fn inode(&self, file: BorrowedFd) -> io::Result<u64>;
     fn listen(&self, path: &Path) -> io::Result<OwnedFd>;
     fn sealed_file(&self, content: &[u8]) -> io::Result<OwnedFd>;
@@ -94,8 +95,9 @@ pub trait System {
     /// Into the uts namespace that `of` is, or that the process `of` is in.
     fn enter_names(&self, of: BorrowedFd) -> io::Result<()>;
     fn unshare(&self, namespaces: u64) -> io::Result<()>;
-    /// A new process that begins in `origin`, with a cgroup namespace of that place.
-    fn clone(&self, origin: &Origin, how: &Clone) -> io::Result<Side>;
+    /// A new process that begins in `origin`, with a cgroup namespace of that place. `meanwhile` is done here, while it comes
+    /// to be, and it has nothing of that.
+    fn clone(&self, origin: &Origin, how: &Clone, meanwhile: &mut dyn FnMut()) -> io::Result<Side>;
     fn kill(&self, process: BorrowedFd) -> io::Result<()>;
     /// Waits until a pipe has something to say, or a process has ended; an error when it does not in time.
     fn wait_readable(&self, file: BorrowedFd, timeout: Duration) -> io::Result<()>;
@@ -221,6 +223,10 @@ impl System for Kernel {
 
     fn is_directory(&self, file: BorrowedFd) -> io::Result<bool> {
         Ok(File::from(file.try_clone_to_owned()?).metadata()?.is_dir())
+    }
+
+    fn is_directory_at(&self, path: &Path) -> io::Result<bool> {
+        Ok(std::fs::metadata(path)?.is_dir())
     }
 
     fn inode(&self, file: BorrowedFd) -> io::Result<u64> {
@@ -354,8 +360,8 @@ impl System for Kernel {
         namespaces::unshare(namespaces)
     }
 
-    fn clone(&self, origin: &Origin, how: &Clone) -> io::Result<Side> {
-        namespaces::clone_from(origin, how)
+    fn clone(&self, origin: &Origin, how: &Clone, meanwhile: &mut dyn FnMut()) -> io::Result<Side> {
+        namespaces::clone_from(origin, how, meanwhile)
     }
 
     fn kill(&self, process: BorrowedFd) -> io::Result<()> {

@@ -104,7 +104,8 @@ pub struct Origin<'a> {
 /// As `clone`, by way of a process that is born in `origin`, makes a cgroup namespace there and clones on. No process is ever
 /// moved in a way that makes the kernel wait for all processors (a grace period of 5 to 20 ms, as writing to `cgroup.procs`
 /// does): a thread that moves only itself, by `tasks`, is spared it, and so is birth in a cgroup. `how.sibling` holds for both.
-pub fn clone_from(origin: &Origin, how: &Clone) -> io::Result<Side> {
+/// This process does `meanwhile`, of which the new one inherits nothing.
+pub fn clone_from(origin: &Origin, how: &Clone, meanwhile: &mut dyn FnMut()) -> io::Result<Side> {
     let (told, tell) = pipe()?;
     let first = Clone {
         namespaces: 0,
@@ -125,6 +126,7 @@ pub fn clone_from(origin: &Origin, how: &Clone) -> io::Result<Side> {
         }
         Side::Parent { .. } => {
             drop(tell);
+            meanwhile();
             let mut word = [0; 4];
             match (
                 read_once(told.as_fd(), &mut word)?,

@@ -25,7 +25,7 @@ const SCRATCH_BYTES: u64 = 1 << 20;
 /// Each is some 700 bytes that count against the sandbox's memory.
 const SCRATCH_INODES: u64 = 65_536;
 
-/// Copies of the mounts that the overlay is made of, attached nowhere.
+/// Copies of the mounts that the overlay is made of, attached nowhere. For the end of each the kernel waits for all processors.
 pub struct Parts {
     /// The lowest first.
     lowers: Vec<OwnedFd>,
@@ -60,7 +60,7 @@ pub fn collect(system: &dyn System, job: &Job, holder: &Path) -> Result<Parts> {
 /// Mounts the overlay, and sysfs in it. Layers and upper are mapped to the ids of `users`, so that on disk all ids stay as in the image.
 pub fn overlay(
     system: &dyn System,
-    parts: Parts,
+    parts: &Parts,
     users: &OwnedFd,
     by_name: bool,
 ) -> Result<OwnedFd> {
@@ -69,7 +69,7 @@ pub fn overlay(
         holder,
         sysfs,
     } = parts;
-    for lower in &lowers {
+    for lower in lowers {
         system
             .map_ids(lower.as_fd(), users.as_fd())
             .doing("map the ids of", "a layer")?;
@@ -78,7 +78,7 @@ pub fn overlay(
         .map_ids(holder.as_fd(), users.as_fd())
         .doing("map the ids of", "the state directory")?;
     let root = if by_name {
-        let root = make_overlay(system, name_layers(system, &lowers, &holder)?)?;
+        let root = make_overlay(system, name_layers(system, lowers, holder)?)?;
         // Its own copies of them are enough. This process must leave them too, and nothing else may stay in the namespace.
         system
             .change_directory(root.as_fd())
@@ -106,7 +106,7 @@ pub fn overlay(
     system
         .attach_at(root.as_fd(), ROOT)
         .doing("mount", "the overlay")?;
-    attach_inside(system, &root, &sysfs, Path::new("/sys"))?;
+    attach_inside(system, &root, sysfs, Path::new("/sys"))?;
     Ok(root)
 }
 
@@ -367,7 +367,8 @@ fn protect(
 
 /// Puts an empty file or directory, whichever fits, over `target`.
 fn mask(system: &dyn System, target: &OwnedFd, path: &Path) -> Result<()> {
-    let empty = empty_for(system, target).doing_to("look at", path)?;
+    let is_directory = system.is_directory(target.as_fd());
+    let empty = empty_for(is_directory.doing_to("look at", path)?);
     let copy = system
         .clone_mount(empty)
         .doing_to("copy the mount for", path)?;
@@ -376,13 +377,14 @@ fn mask(system: &dyn System, target: &OwnedFd, path: &Path) -> Result<()> {
         .doing_to("mask", path)
 }
 
-/// What can be mounted over `target`. Asked, not tried: a mount that fails costs the kernel 0.1 ms to take back.
-pub fn empty_for(system: &dyn System, target: &OwnedFd) -> std::io::Result<&'static CStr> {
-    Ok(if system.is_directory(target.as_fd())? {
+/// What can be mounted over a directory, or a file. Looked at before, not tried: a mount that fails costs the kernel 0.1 ms to
+/// take back.
+pub fn empty_for(is_directory: bool) -> &'static CStr {
+    if is_directory {
         EMPTY_DIRECTORY
     } else {
         EMPTY_FILE
-    })
+    }
 }
 
 /// Binds the given files of `/etc` over those of the image; a symbolic link there is covered itself, not followed.
