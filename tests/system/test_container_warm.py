@@ -139,6 +139,29 @@ async def test_a_claimed_sandbox_leaves_nothing(place: Place, both: tuple[LocalS
     assert not (place.run / "sb" / f"{cgroup}.sock").exists()
 
 
+async def test_a_spare_has_tried_itself_out_and_nothing_is_left_of_that(
+    place: Place, both: tuple[LocalService, AsyncClient]
+) -> None:
+    service, client = both
+    async with await client.create(ENVIRONMENT) as made:
+        first = int((await made.exec("echo $$")).stdout)
+    await fill(service, client)
+    (shelf,) = service.node.warm._shelves.values()
+    spares = list(shelf.spares)
+    for spare in spares:
+        pid = spare.instance.pid  # type: ignore[attr-defined]
+        await eventually(lambda pid=pid: not Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        assert list((place.state / "sandboxes" / spare.id / "upper").iterdir()) == []
+        below = f"{place.name}/*/{spare.id}/work"
+        (work,) = [path for pattern in (below, f"*/{below}") for path in Path("/sys/fs/cgroup").glob(pattern)]
+        await eventually(lambda work=work: not [path for path in work.iterdir() if path.is_dir()])
+
+    claimed = await client.create(ENVIRONMENT)
+
+    assert await claimed.execs() == []
+    assert int((await claimed.exec("echo $$")).stdout) == first + 1  # one had the number before
+
+
 async def test_a_service_that_stops_takes_its_spares_along(place: Place) -> None:
     async with served(place) as (service, client):
         await fill(service, client)

@@ -55,6 +55,10 @@ pub struct Agent {
     pub ready: BTreeSet<u32>,
     pub execs: Execs,
     pub starts: StartGuard,
+    /// A spare that tries itself out once it has been greeted: then there is time.
+    is_untried: bool,
+    /// A command has been started in this turn.
+    pub has_started: bool,
     pub sessions: Sessions,
     pub watches: Watches,
     pub shutting_down: bool,
@@ -88,6 +92,8 @@ impl Agent {
         let door = Door::new(&poller, setup.entrance)
             .map_err(AgentError::at("waiting for connections"))?;
         let boot_id = new_boot_id();
+        // What a machine has in its memory when it is cloned is shared, or loaded: no trial of each.
+        let is_untried = setup.config.spare && !has_machine;
         Ok(Self {
             config: setup.config,
             own: setup.own,
@@ -100,6 +106,8 @@ impl Agent {
             ready: BTreeSet::new(),
             execs: Execs::default(),
             starts: StartGuard::default(),
+            is_untried,
+            has_started: false,
             sessions: Sessions::default(),
             watches: Watches::of(&boot_id),
             boot_id,
@@ -133,6 +141,10 @@ impl Agent {
             self.fire_timers();
             more = self.pump();
             more |= self.walk_watches();
+            if self.is_untried && self.link.as_ref().is_some_and(|link| link.greeted) {
+                self.is_untried = false;
+                self.try_out();
+            }
             if let Some(work) = &mut self.work {
                 work.sweep_if_due();
             }
@@ -488,6 +500,9 @@ impl Agent {
     /// Sends what is ready, stream by stream, while the connection has room. Gives whether there is more to do at once.
     fn pump(&mut self) -> bool {
         let mut more = self.take_frames();
+        if std::mem::take(&mut self.has_started) {
+            self.catch_up();
+        }
         for _ in 0..PUMPS_PER_TURN {
             let has_room = self.link.as_ref().is_some_and(|link| link.has_room());
             let Some(id) = self.next_ready().filter(|_| has_room) else {
@@ -500,6 +515,18 @@ impl Agent {
         let has_room = self.link.as_ref().is_some_and(|link| link.has_room());
         more |= has_room && !self.ready.is_empty();
         more
+    }
+
+    /// A short command may have ended by now, since it had the processor first: then its start, its output and its end are
+    /// told in one go, and wake the host once.
+    fn catch_up(&mut self) {
+        let mut ready = Vec::new();
+        // What cannot be looked at now is by the next wait.
+        if self.poller.wait(&mut ready, 0).is_ok() {
+            for event in ready {
+                self.dispatch(event);
+            }
+        }
     }
 
     fn next_ready(&self) -> Option<u32> {

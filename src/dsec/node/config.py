@@ -113,6 +113,11 @@ class NodeConfig:
         return self.state_dir / "records"
 
     @property
+    def records_ahead_dir(self) -> Path:
+        """Empty directories that will be renamed into `records_dir`."""
+        return self.state_dir / "records.ahead"
+
+    @property
     def ended_dir(self) -> Path:
         """What there was in `records_dir` of sandboxes that have ended."""
         return self.state_dir / ENDED_DIR

@@ -18,6 +18,7 @@ from dsec.core.errors import ProtocolError, UnavailableError
 from dsec.core.faults import fault_point
 from dsec.core.limits import ENDED_RECORDS_MAX, TOMBSTONE_TTL_S
 from dsec.node.exectable import ExecTable
+from dsec.node.recordplace import RecordPlace
 from dsec.node.rows import Tombstone
 from dsec.node.tasks import Tasks
 from dsec.observe.logs import get_logger
@@ -118,7 +119,7 @@ class EndedRecords:
             return found
 
     async def _read(self, sandbox: Sandbox) -> ExecTable:
-        table = ExecTable(sandbox.id, self.directory / sandbox.id, records_bytes_max=0, has_room=lambda: False)
+        table = ExecTable(sandbox.id, RecordPlace(self.directory, bytes_max=0, has_room=lambda: False))
         table.load_ended(await asyncio.to_thread(table.read_log), sandbox)
         return table
 

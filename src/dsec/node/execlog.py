@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -25,13 +25,19 @@ ENTRY_BYTES_MAX: Final = 1 * MIB
 _HEAD: Final = struct.Struct("<II")
 
 
+def _make_directory(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
 class ExecLog:
     """Owned by one sandbox's exec table. Errors of the disk are StorageErrors; the log is as before then."""
 
-    __slots__ = ("_end", "_file", "ended", "path")
+    __slots__ = ("_end", "_file", "_make", "ended", "path")
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, make: Callable[[Path], None] = _make_directory) -> None:
+        """`make`: makes the directory of `path`, when the first entry is written."""
         self.path = path
+        self._make = make
         self.ended = False  # then it is read only now and then, by whoever still has it: no descriptor is kept
         self._file: int | None = None
         self._end = 0
@@ -117,11 +123,14 @@ class ExecLog:
     def _open(self, *, create: bool) -> int:
         """Only writing makes the file: a late reader must not bring an ended sandbox's directory back."""
         if self._file is None:
-            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-            if create:
-                self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                flags |= os.O_CREAT
-            self._file = os.open(self.path, flags, 0o600)
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+            try:
+                self._file = os.open(self.path, flags, 0o600)
+            except FileNotFoundError:
+                if not create:
+                    raise
+                self._make(self.path.parent)
+                self._file = os.open(self.path, flags, 0o600)
         return self._file
 
     def _cut(self, position: int) -> None:

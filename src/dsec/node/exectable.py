@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from dsec.core.states import SandboxState
 from dsec.node.execlog import ExecLog
 from dsec.node.execs import NodeExec
 from dsec.node.record import OutputRecord
+from dsec.node.recordplace import RecordPlace
 from dsec.node.recordstore import ERR, OUT
 from dsec.node.rows import ExecDropEntry, ExecEndEntry, ExecEntry, ExecStartEntry
 from dsec.observe import metrics
@@ -42,20 +43,13 @@ class Totals:
 class ExecTable:
     """Only the sandbox's supervisor and its runners change it."""
 
-    def __init__(
-        self,
-        sandbox: str,
-        directory: Path,
-        *,
-        records_bytes_max: int,
-        has_room: Callable[[], bool],
-    ) -> None:
+    def __init__(self, sandbox: str, place: RecordPlace) -> None:
         self.sandbox = sandbox
-        self.directory = directory
+        self.directory = place.directory / sandbox
         self.totals = Totals()
-        self._records_bytes_max = records_bytes_max
-        self._has_room = has_room
-        self._log = ExecLog(directory / "execs.log")
+        self._records_bytes_max = place.bytes_max
+        self._has_room = place.has_room
+        self._log = ExecLog(self.directory / "execs.log", place.make)
         self._execs: dict[str, NodeExec] = {}  # in order of their start
         self._live = 0
         self._kept_bytes = 0  # of ended ones

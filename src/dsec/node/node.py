@@ -44,6 +44,7 @@ from dsec.node.host import boot_id, memory_available_bytes, memory_total_bytes
 from dsec.node.jobs import NodeJobs
 from dsec.node.journal import Journal
 from dsec.node.reaper import Reaper
+from dsec.node.recordplace import RecordPlace
 from dsec.node.registry import Registry
 from dsec.node.rights import reaches
 from dsec.node.rollback import Rollbacks
@@ -123,6 +124,7 @@ class Node:
         self.calls: Calls
         self._call_places: CallPlaces
         self._services: Services
+        self._record_place: RecordPlace
         self._reaper: Reaper
 
     @property
@@ -161,6 +163,9 @@ class Node:
         self.volumes = Volumes(
             VolumeStore(self.config.state_dir), self.config.datasets, self.registry, self.clock, self._tasks
         )
+        self._record_place = RecordPlace(
+            self.config.records_dir, bytes_max=self.config.records_bytes_max, has_room=self._has_room_for_records
+        )
         self._services = Services(
             config=self.config,
             journal=self.journal,
@@ -170,7 +175,7 @@ class Node:
             schedule=self._reaper.schedule,
             forget=self._forget,
             collect=self._collect_soon,
-            has_room=self._has_room_for_records,
+            records=self._record_place,
             read_failure=self.environments.read_failure,
             volumes=self.volumes,
         )
@@ -202,6 +207,7 @@ class Node:
         )
         await self._sweep()
         await self._sort_records()
+        self._record_place.start(self.config.records_ahead_dir)
         self.adoption = Adoption(self._services, self.registry, self.backends, self.environments, boot)
         self.jobs = NodeJobs(self.id, self.registry, self.clock.monotonic_s, self.adoption.settled)
         self.adoption.begin()
@@ -230,6 +236,8 @@ class Node:
         await self._tasks.close()
         if hasattr(self, "ended"):
             self.ended.close()
+        if hasattr(self, "_record_place"):
+            self._record_place.close()
         for backend in self.backends.values():
             with suppress(DsecError):
                 await backend.close()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dsec.core.clock import Clock
 from dsec.node.config import NodeConfig
 from dsec.node.journal import Journal
+from dsec.node.recordplace import RecordPlace
 from dsec.node.tasks import Tasks
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Services:
     schedule: Callable[[str, float], None]  # wake the reaper for a sandbox (monotonic time)
     forget: Callable[[str], None]  # a sandbox of this id has ended, and nothing of it is left
     collect: Callable[[], None]  # soon, for layers that nothing may name any more
-    has_room: Callable[[], bool]  # for more recorded output
+    records: RecordPlace
     read_failure: Callable[[Sequence[str], float], Awaitable[str | None]]  # as of Environments
     volumes: Volumes
     closing: bool = False

@@ -70,12 +70,7 @@ class Supervisor:
         self.meter = UsageMeter(clock.monotonic_s(), memory_gib_s=row.memory_gib_s)
         self.lifetime = Lifetime.of_row(row, clock)
         metrics.SANDBOXES.labels(row.spec.substrate, row.state).inc()
-        self.execs = ExecTable(
-            row.id,
-            services.config.records_dir / row.id,
-            records_bytes_max=services.config.records_bytes_max,
-            has_room=services.has_room,
-        )
+        self.execs = ExecTable(row.id, services.records)
         self._desk = ExecDesk(
             self.execs,
             link=self.open_link,

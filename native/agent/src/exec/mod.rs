@@ -8,6 +8,7 @@ pub mod output;
 pub mod plan;
 pub mod requests;
 pub mod start;
+mod trial;
 
 use std::collections::BTreeMap;
 

@@ -97,6 +97,7 @@ impl Agent {
             self.timers.set_in(Timer::Timeout(key), millis(timeout_s));
         }
         self.set_output_interest(key);
+        self.has_started = true;
     }
 
     /// Starts the command in a cgroup of its own where there are cgroups; without, as parent of its orphans.
