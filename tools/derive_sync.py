@@ -33,6 +33,7 @@ MODULES = (
     "grants",
     "snapshots",
     "jobs",
+    "groups",
     "sandbox",
     "client",
 )

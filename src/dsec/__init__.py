@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from dsec.sdk.files import AsyncFiles as AsyncFiles
     from dsec.sdk.files import AsyncWatch as AsyncWatch
     from dsec.sdk.grants import AsyncGrants as AsyncGrants
+    from dsec.sdk.groups import AsyncGroup as AsyncGroup
+    from dsec.sdk.groups import AsyncGroups as AsyncGroups
     from dsec.sdk.jobs import AsyncJob as AsyncJob
     from dsec.sdk.jobs import AsyncJobs as AsyncJobs
     from dsec.sdk.layers import AsyncLayers as AsyncLayers
@@ -67,6 +69,8 @@ if TYPE_CHECKING:
     from dsec.sdk.sync import Environments as Environments
     from dsec.sdk.sync import Files as Files
     from dsec.sdk.sync import Grants as Grants
+    from dsec.sdk.sync import Group as Group
+    from dsec.sdk.sync import Groups as Groups
     from dsec.sdk.sync import Job as Job
     from dsec.sdk.sync import Jobs as Jobs
     from dsec.sdk.sync import Layers as Layers
@@ -108,6 +112,8 @@ if TYPE_CHECKING:
     from dsec.wire.environments import RegistrySource as RegistrySource
     from dsec.wire.environments import StoreSource as StoreSource
     from dsec.wire.environments import TarSource as TarSource
+    from dsec.wire.groups import GroupInfo as GroupInfo
+    from dsec.wire.groups import GroupLink as GroupLink
     from dsec.wire.iam import Caps as Caps
     from dsec.wire.iam import Policy as Policy
     from dsec.wire.iam import Quota as Quota
@@ -142,6 +148,8 @@ _NAMES: Final[dict[str, str]] = {
     "AsyncConnection": "dsec.sdk.ports",
     "AsyncCreated": "dsec.sdk.client",
     "AsyncEnvironments": "dsec.sdk.environments",
+    "AsyncGroup": "dsec.sdk.groups",
+    "AsyncGroups": "dsec.sdk.groups",
     "AsyncJob": "dsec.sdk.jobs",
     "AsyncJobs": "dsec.sdk.jobs",
     "AsyncLayers": "dsec.sdk.layers",
@@ -198,6 +206,10 @@ _NAMES: Final[dict[str, str]] = {
     "GcReport": "dsec.wire.collect",
     "GitSource": "dsec.wire.environments",
     "History": "dsec.wire.environments",
+    "Group": "dsec.sdk.sync",
+    "GroupInfo": "dsec.wire.groups",
+    "GroupLink": "dsec.wire.groups",
+    "Groups": "dsec.sdk.sync",
     "Job": "dsec.sdk.sync",
     "JobInfo": "dsec.wire.jobs",
     "JobReport": "dsec.sdk.reports",

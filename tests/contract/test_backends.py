@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -338,6 +339,22 @@ async def test_a_network_is_given_as_named_or_is_unsupported(backend: BackendUnd
             await backend.create(spec)
 
     assert backend.leftovers() == []
+
+
+async def test_the_node_listens_inside_or_that_is_unsupported(backend: BackendUnderTest) -> None:
+    instance = await backend.create()
+    if not backend.backend.capabilities.links:
+        with pytest.raises(UnsupportedError):
+            await instance.listen("127.77.0.1", 5432)
+        return
+
+    with await instance.listen("127.77.0.1", 5432) as listening, await instance.listen("127.77.0.2", 5432) as other:
+        assert {one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) for one in (listening, other)} == {1}
+        assert not listening.getblocking()
+
+    await instance.destroy()
+    with pytest.raises(OSError, match="ended"):
+        await instance.listen("127.77.0.1", 5432)
 
 
 async def test_usage_can_be_asked_at_any_time(backend: BackendUnderTest) -> None:

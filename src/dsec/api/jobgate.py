@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+import msgspec
+
 from dsec.cluster.jobs.table import Jobs
 from dsec.cluster.rpc import Rpc
-from dsec.core.errors import ConflictError, Outcome
+from dsec.core.errors import ConflictError, NotFoundError, Outcome
 from dsec.core.ids import node_of, parse_sandbox_id
 from dsec.wire.codec import pack
 from dsec.wire.jobs import JobRow, JobState
@@ -28,15 +30,26 @@ async def made_in_job(
     if row.state is not JobState.RUNNING:
         raise _refused(row)
     sandbox = await make()
-    now = jobs.known(caller.project, name)
-    if now is not None and now.id == row.id and now.state is JobState.STOPPED:
+    now = await _row_of(jobs, caller.project, name)
+    if now is None or now.id != row.id or now.state is JobState.STOPPED:
         # Its stop may have been carried out before the sandbox was there.
         id = parse_sandbox_id(sandbox.id)
         await rpc.call(node_of(id), Method.DESTROY, pack(SandboxRef(id)), caller=caller, timeout_s=_DESTROY_S)
-        error = _refused(now)
+        error = _refused(msgspec.structs.replace(row, state=JobState.STOPPED))
         error.outcome = Outcome.GONE
         raise error
     return sandbox
+
+
+async def _row_of(jobs: Jobs, project: str, name: str) -> JobRow | None:
+    """None: it was removed."""
+    known = jobs.known(project, name)
+    if known is not None:
+        return known
+    try:
+        return await jobs.get(project, name)
+    except NotFoundError:
+        return None
 
 
 def _refused(row: JobRow) -> ConflictError:

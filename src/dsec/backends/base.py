@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import socket
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -41,6 +42,7 @@ class Capabilities:
     screen: bool = False  # instances have one (`backends.machines.HasScreen`), and a keyboard and a mouse
     layers: bool = True  # instances are made of an environment's layers; else of a machine image of that name
     volumes: bool = False  # directories of the node can be mounted into instances
+    links: bool = False  # the node can listen on an instance's loopback
     devices: bool = False  # devices of the host can be given to instances
     resource_view: str = "host"  # live | static | host (ruling 16)
     resource_view_reason: str = ""  # why it is no better
@@ -211,6 +213,12 @@ class Instance(Protocol):
 
     def memory_events(self) -> tuple[int | None, int]:
         """The peak in bytes, and processes killed for memory so far."""
+        ...
+
+    async def listen(self, address: str, port: int) -> socket.socket:
+        """A TCP socket that listens on the instance's own loopback, at one of its 127.0.0.0/8; it does not block, and
+        is the caller's to close. Raises OSError, such as EADDRINUSE where something inside has the port already;
+        UnsupportedError where capabilities say so."""
         ...
 
     async def pause(self, *, deadline_s: float) -> None:

@@ -23,6 +23,7 @@ from dsec.cli import (
     files,
     gc,
     grants,
+    groups,
     images,
     jobs,
     layers,
@@ -121,6 +122,7 @@ cluster.register(app)
 app.add_typer(calls.app, name="calls")
 app.add_typer(environments.app, name="env")
 app.add_typer(jobs.app, name="job")
+app.add_typer(groups.app, name="group")
 app.add_typer(layers.app, name="layer")
 app.add_typer(images.app, name="image")
 app.add_typer(snapshots.app, name="snapshot")

@@ -1,4 +1,4 @@
-"""What there is to say of jobs."""
+"""What there is to say of jobs and groups."""
 
 from __future__ import annotations
 
@@ -39,4 +39,17 @@ JOBS: Final[dict[str, Page]] = {
         _SOME,
     ),
     "job rm": Page("", (("dsec job rm train-7", "its name is free"),), "removed"),
+    "group up": Page(
+        "Services start in the order of depends_on; with a healthcheck a service counts as started when that succeeds. "
+        "In each, the others' ports (ports, expose) are reached by their names. What of a file is not supported is an "
+        "error. Needs the Python package PyYAML.",
+        (
+            ("dsec group up", "compose.yaml of this directory"),
+            ("dsec group up -f shop.yaml --profile debug", "with the services of a profile"),
+        ),
+        "a GroupInfo record",
+    ),
+    "group ls": Page("", (("dsec group ls", "those of your projects"),), "a list of GroupInfo records"),
+    "group show": Page("", (("dsec group show shop", "with its sandboxes"),), "a GroupInfo record"),
+    "group down": Page("", (("dsec group down shop", "all of it"),), "removed"),
 }

@@ -47,6 +47,11 @@ class Fleet(Protocol):
         """Those on which there may be more, and that cannot be asked now."""
         ...
 
+    def choose(self, request: CreateRequest, tried: set[NodeId], *, counts: bool = True) -> NodeId:
+        """A node that would take it now, but for those that were tried. Raises CapacityError, UnsupportedError.
+        `counts`: it goes there, and later choices are to know."""
+        ...
+
     async def create(
         self,
         request: CreateRequest,
@@ -55,9 +60,10 @@ class Fleet(Protocol):
         key: str | None,
         timeout_s: float,
         patience: Patience | None = None,
+        at: NodeId | None = None,
     ) -> Sandbox:
         """As the node does it (`Method.CREATE`): with a key once, whichever replica is asked and however often. With
-        patience it waits for room, beside `timeout_s`."""
+        patience it waits for room, beside `timeout_s`. `at`: on this node or not at all."""
         ...
 
     async def listing(self, query: ListQuery, *, caller: Caller, timeout_s: float) -> SandboxPage: ...
@@ -94,6 +100,11 @@ class OneNode:
     async def node_of_key(self, project: str, key: str) -> NodeId | None:
         return self._node
 
+    def choose(self, request: CreateRequest, tried: set[NodeId], *, counts: bool = True) -> NodeId:
+        if self._node in tried:
+            raise CapacityError("there is no other node")
+        return self._node
+
     def silent(self) -> Sequence[NodeId]:
         return ()
 
@@ -105,6 +116,7 @@ class OneNode:
         key: str | None,
         timeout_s: float,
         patience: Patience | None = None,
+        at: NodeId | None = None,
     ) -> Sandbox:
         body = pack(msgspec.structs.replace(request, queue_s=0.0))
         while True:

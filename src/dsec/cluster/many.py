@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, overload
 
 import msgspec
@@ -92,12 +92,15 @@ class ManyNodes:
         key: str | None,
         timeout_s: float,
         patience: Patience | None = None,
+        at: NodeId | None = None,
     ) -> Sandbox:
         until = self._clock.monotonic_s() + timeout_s
         request = msgspec.structs.replace(request, queue_s=0.0)  # how long it waits is no part of what is asked for
         try:
             async with asyncio.timeout(timeout_s + (0.0 if patience is None else patience.left_s)) as limit:
                 work = _Create(self, request, caller, key, until, patience)
+                if at is not None:
+                    work.leave_out(view.id for view in self._nodes if view.id != at)
                 return await work.run()
         except TimeoutError as error:
             if not limit.expired():
@@ -117,7 +120,7 @@ class ManyNodes:
         now = self._clock.monotonic_s()
         return [view.id for view in self._nodes if view.member is not None and _is_silent(view, now)]
 
-    def choose(self, request: CreateRequest, tried: set[NodeId]) -> NodeId:
+    def choose(self, request: CreateRequest, tried: set[NodeId], *, counts: bool = True) -> NodeId:
         """Raises CapacityError when no node takes it now, UnsupportedError when none ever would."""
         now = self._clock.monotonic_s()
         ask = ask_of(request.spec)
@@ -125,7 +128,8 @@ class ManyNodes:
         found = choose(candidates, ask, overlay=self._overlay, rng=self._rng, tried=tried)
         if found is None:
             raise _no_node(refusals(candidates, ask, self._overlay), ask, tried)
-        self._overlay.add(found.id, ask, now)
+        if counts:
+            self._overlay.add(found.id, ask, now)
         return found.id
 
     async def ask(
@@ -263,6 +267,11 @@ class _Create:
         self._unfit: set[NodeId] = set()  # that lack what no waiting gives them
         self._vetoes = Vetoes(fleet.clock)
         self._claim: Claim | None = None
+
+    def leave_out(self, nodes: Iterable[NodeId]) -> None:
+        """As if they had refused it, for good."""
+        self._unfit.update(nodes)
+        self._tried.update(self._unfit)
 
     async def run(self) -> Sandbox:
         operation = await self._operation()

@@ -265,7 +265,19 @@ JOB_SLICE_S: Final = 20.0  # after so long a node begins with no further one for
 JOB_ITEM_S: Final = 60.0  # for one sandbox; one that takes longer is told as such, and looked at again
 JOB_ITEMS_AT_ONCE_MAX: Final = 16  # of one order on one node; pausing and removing take its processors and its disk
 JOB_NODES_AT_ONCE_MAX: Final = 64  # that one order is under way at
+GROUP_MEMBERS_MAX: Final = 64  # on one node, and in one request
+GROUPS_AT_ONCE_MAX: Final = 8  # members of one group that are being created; further ones wait
+SANDBOX_LINKS_MAX: Final = 64  # each is a listening socket of the node
+LINK_CONNECTIONS_MAX: Final = 256  # of one sandbox, over all its links: two sockets' buffers and a stream each
+LINK_BACKLOG: Final = 128  # connections that wait for their turn, in the kernel; further ones are not answered
+LINK_CHUNK_BYTES: Final = 64 * KIB  # one piece on its way; what a peer that reads nothing costs
 JOB_ORDERS_KEPT: Final = 10_000  # jobs of which a node remembers the last order, so that a late one changes nothing
+
+# Compose files
+COMPOSE_BYTES_MAX: Final = 1 * MIB  # of the file, and of each file of variables; read whole
+COMPOSE_ITEMS_MAX: Final = 50_000  # values, each counted for every alias of it: a small file can stand for a huge one
+COMPOSE_ALIASES_MAX: Final = 1_000  # each is one more time for what it stands for
+COMPOSE_DEPTH_MAX: Final = 32  # values in values; a deployment has eight
 
 # Connections between API and node
 LINK_FRAME_BYTES_MAX: Final = 1 * MIB + 64  # one frame of a stream, with what carries it

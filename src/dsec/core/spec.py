@@ -132,6 +132,17 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise InvalidArgumentError("apart says so of the sandboxes of a group", hint="give the group, too")
 
 
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Within a sandbox, TCP to `name:port` reaches that port of the sandbox of its job that is called `name` there."""
+
+    name: str
+    port: int
+
+    def __post_init__(self) -> None:
+        parse_name(self.name, "name of a link")
+        _within("port", self.port, 1, 65_535, "as ports go")
+
+
 class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One sandbox as asked for. Sizes in bytes, durations in seconds; None means "none".
 
@@ -155,10 +166,14 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     privilege_gain: bool = False  # True drops no_new_privs, for images that need sudo (ruling 15)
     keepalive: bool = False  # background processes count against idleness (ruling 18)
     start: bool = False  # runs the environment's ENTRYPOINT and CMD, as exec "main"
+    entrypoint: tuple[str, ...] | None = None  # in place of the environment's, whose CMD then counts for nothing
+    command: tuple[str, ...] | None = None  # in place of its CMD
     ready: ReadyProbe | None = None  # the create returns once it succeeds
     volumes: tuple[VolumeMount, ...] = ()
     place: Place | None = None  # which nodes it may be on
     job: str | None = None  # of its project: it is paused and stopped with the others of the job
+    member: str | None = None  # what the others of its job call it
+    links: tuple[Link, ...] = ()  # others of its job that it reaches
 
     def __post_init__(self) -> None:
         _within("cpu", self.cpu, limits.CPU_MIN, limits.CPU_MAX, "cores")
@@ -171,10 +186,12 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 _within(what, ttl, 0.001, limits.TTL_S_MAX, "seconds")
         if self.ready is not None and not self.start:
             raise InvalidArgumentError("a ready probe waits for what start=True starts", hint="set start=True, too")
+        _check_program(self)
         if self.name is not None:
             parse_name(self.name, "sandbox name")
         if self.job is not None:
             parse_name(self.job, "job name")
+        check_links(self)
         check_env(self.env)
         check_labels(self.labels)
         check_volumes(self.volumes)
@@ -206,6 +223,39 @@ def check_env(env: dict[str, str]) -> None:
             raise InvalidArgumentError(f"environment variable {str(key)[:40]!r} must map text to text")
         if not key or "=" in key or "\0" in key or "\0" in value:
             raise InvalidArgumentError(f"environment variable {key[:40]!r} is empty or holds '=' or NUL")
+
+
+def _check_program(spec: SandboxSpec) -> None:
+    given = [words for words in (spec.entrypoint, spec.command) if words is not None]
+    if given and not spec.start:
+        raise InvalidArgumentError("entrypoint and command are what start=True starts", hint="set start=True, too")
+    words = [word for part in given for word in part]
+    if len(words) > limits.ARGV_ITEMS_MAX or sum(len(word.encode("utf-8", "surrogatepass")) for word in words) > (
+        limits.ARGV_BYTES_MAX
+    ):
+        raise LimitError(f"entrypoint and command have at most {limits.ARGV_BYTES_MAX} bytes")
+    if any("\0" in word for word in words):
+        raise InvalidArgumentError("entrypoint and command must not hold NUL")
+
+
+def check_links(spec: SandboxSpec) -> None:
+    """Raises LimitError or InvalidArgumentError."""
+    if spec.member is not None:
+        parse_name(spec.member, "name within a job")
+    if (spec.links or spec.member is not None) and spec.job is None:
+        raise InvalidArgumentError("only sandboxes of a job have names and links within it", hint="give the job, too")
+    if len(spec.links) > limits.SANDBOX_LINKS_MAX:
+        raise LimitError(f"at most {limits.SANDBOX_LINKS_MAX} links of a sandbox, not {len(spec.links)}")
+    if len(set(spec.links)) < len(spec.links):
+        raise InvalidArgumentError("a link is there twice")
+    if any(link.name in (spec.member, "localhost") for link in spec.links):
+        raise InvalidArgumentError("a link leads to another sandbox: its name is not localhost, nor that of its own")
+
+
+def link_addresses(spec: SandboxSpec) -> dict[str, str]:
+    """An address of its own for each name, on the sandbox's loopback: two that have the same port do not collide."""
+    names = sorted({link.name for link in spec.links})
+    return {name: f"127.77.{number >> 8}.{number & 255}" for number, name in enumerate(names, 1)}
 
 
 def check_volumes(volumes: tuple[VolumeMount, ...]) -> None:

@@ -251,6 +251,8 @@ class Creation:
                 hint="leave disk out, or see what `dsec doctor` says of the disk limit",
             )
         check_place(spec, backend, self._services.config.labels)
+        if spec.links and not backend.capabilities.links:
+            raise UnsupportedError(f"{spec.substrate} sandboxes on this node cannot have links to others")
         if spec.volumes and not backend.capabilities.volumes:
             raise UnsupportedError(f"{spec.substrate} sandboxes on this node cannot have volumes")
         return backend
@@ -300,6 +302,7 @@ class Creation:
             raise refused
         self._services.volumes.check(spec, project)
         self._registry.check_name(project, spec.name)
+        self._registry.check_member(project, spec)
         self._registry.check_apart(project, spec)
 
     async def _launch(
@@ -349,6 +352,8 @@ class Creation:
                             instance = await backend.create(wanted, intend=intend, deadline_s=max(left_s(), 0.001))
                             step = "hello"
                             await sandbox.begin(instance, deadline_s=left_s())
+                        step = "links"
+                        await self._services.links.open(sandbox)
                         if user is not None:
                             step = "user"
                             await _check_user(sandbox, user)

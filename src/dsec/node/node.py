@@ -43,6 +43,7 @@ from dsec.node.forking import Forks
 from dsec.node.host import boot_id, memory_available_bytes, memory_total_bytes
 from dsec.node.jobs import NodeJobs
 from dsec.node.journal import Journal
+from dsec.node.links import NodeLinks
 from dsec.node.reaper import Reaper
 from dsec.node.recordplace import RecordPlace
 from dsec.node.registry import Registry
@@ -178,6 +179,7 @@ class Node:
             records=self._record_place,
             read_failure=self.environments.read_failure,
             volumes=self.volumes,
+            links=NodeLinks(self.registry, self._tasks, self._sleep),
         )
         self.backends = self._make_backends(self.journal.node_id)
         self.warm = WarmPool(self._services, self.backends.__getitem__, self.environments, self.room, boot)
@@ -446,6 +448,7 @@ class Node:
 
     def _forget(self, id: str) -> None:
         self._reaper.cancel(id)
+        self._services.links.drop(id)
         found = self.registry.find(id)
         self.registry.remove(id)
         if found is not None and found.tombstone is not None:

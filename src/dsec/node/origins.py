@@ -13,8 +13,8 @@ from dsec.node.environments import Environments, Resolved
 from dsec.node.rows import ImageRow, SandboxRow
 from dsec.wire.snapshots import SnapshotRow
 
-# A name is unique, and a job may have ended: whoever is made from it has its own, or none.
-_NOT_TAKEN: Final = {"name", "job"}
+# Names are unique, and a job may have ended: whoever is made from it has its own, or none.
+_NOT_TAKEN: Final = {"name", "job", "member", "links"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class Origin:
                 f"a snapshot of a {self.spec.substrate} sandbox cannot become a {asked.substrate} sandbox"
             )
         datasets = tuple(mount for mount in self.spec.volumes if mount.dataset)
-        changes: dict[str, Any] = {"name": asked.name, "job": asked.job, "volumes": datasets}
+        changes: dict[str, Any] = {name: getattr(asked, name) for name in _NOT_TAKEN}
+        changes["volumes"] = datasets
         for name, default in _DEFAULTS.items():
             value = getattr(asked, name)
             if name not in _NOT_TAKEN and value != default:

@@ -31,6 +31,14 @@ class Registry:
                 f"the name {name!r} is in use", hint="names are unique within a project", sandbox=holder
             )
 
+    def check_member(self, project: str, spec: SandboxSpec) -> None:
+        """Raises ConflictError when another one of its job is called so already."""
+        if spec.job is None or spec.member is None:
+            return
+        for sandbox in self.of_job(project, spec.job):
+            if sandbox.row.spec.member == spec.member:
+                raise ConflictError(f"job {spec.job} has a {spec.member!r} already", sandbox=sandbox.id)
+
     def check_apart(self, project: str, spec: SandboxSpec) -> None:
         """Raises CapacityError when it is to be apart from one of its group that is here: another node may take it."""
         place = spec.place

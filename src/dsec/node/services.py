@@ -13,6 +13,7 @@ from dsec.node.recordplace import RecordPlace
 from dsec.node.tasks import Tasks
 
 if TYPE_CHECKING:
+    from dsec.node.links import NodeLinks
     from dsec.node.volumes import Volumes
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -33,4 +34,5 @@ class Services:
     records: RecordPlace
     read_failure: Callable[[Sequence[str], float], Awaitable[str | None]]  # as of Environments
     volumes: Volumes
+    links: NodeLinks
     closing: bool = False

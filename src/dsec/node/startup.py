@@ -32,7 +32,9 @@ def main_request(id: str, spec: SandboxSpec, image: Resolved | ImageRow) -> Exec
     """What `start` runs; None without it. Raises InvalidArgumentError when there is nothing to run."""
     if not spec.start:
         return None
-    argv = [*image.entrypoint, *image.command]
+    entrypoint = image.entrypoint if spec.entrypoint is None else spec.entrypoint
+    command = image.command if spec.entrypoint is None else ()
+    argv = [*entrypoint, *(command if spec.command is None else spec.command)]
     if not argv:
         raise InvalidArgumentError(
             "the environment names no program to start", hint="leave start out, and run commands with exec"

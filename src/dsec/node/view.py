@@ -33,6 +33,7 @@ def view_of(
         network=str(spec.network),
         name=spec.name,
         job=spec.job,
+        member=spec.member,
         labels=spec.labels,
         user=row.user,
         workdir=row.workdir,

@@ -30,6 +30,7 @@ from dsec.sdk.endpoint import find_endpoint
 from dsec.sdk.environments import AsyncEnvironments
 from dsec.sdk.events import follow_events
 from dsec.sdk.grants import AsyncGrants
+from dsec.sdk.groups import AsyncGroups
 from dsec.sdk.jobs import AsyncJob, AsyncJobs, make_job
 from dsec.sdk.layers import AsyncLayers
 from dsec.sdk.lines import json_lines
@@ -93,6 +94,7 @@ class AsyncClient:
         self._tokens = AsyncTokens(self._transport)
         self._snapshots = AsyncSnapshots(self, self._transport)
         self._jobs = AsyncJobs(self)
+        self._groups = AsyncGroups(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
@@ -131,6 +133,11 @@ class AsyncClient:
     def jobs(self) -> AsyncJobs:
         """Sandboxes that are paused, resumed and stopped together, and have a lease."""
         return self._jobs
+
+    @property
+    def groups(self) -> AsyncGroups:
+        """Several sandboxes with private names, all of them or none."""
+        return self._groups
 
     def job(
         self,

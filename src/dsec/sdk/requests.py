@@ -48,6 +48,8 @@ class CreateOptions(TypedDict, total=False):
     privilege_gain: bool
     keepalive: bool
     start: bool
+    entrypoint: Sequence[str] | None
+    command: Sequence[str] | None
     ready: Mapping[str, Any] | ReadyProbe | None
     volumes: Sequence[str | VolumeMount]
     place: Place | None
@@ -73,6 +75,8 @@ def make_spec(
     privilege_gain: bool = False,
     keepalive: bool = False,
     start: bool = False,
+    entrypoint: Sequence[str] | None = None,
+    command: Sequence[str] | None = None,
     ready: Mapping[str, Any] | ReadyProbe | None = None,
     volumes: Sequence[str | VolumeMount] = (),
     place: Place | None = None,
@@ -96,6 +100,8 @@ def make_spec(
         privilege_gain=privilege_gain,
         keepalive=keepalive,
         start=start,
+        entrypoint=None if entrypoint is None else tuple(as_list(entrypoint, "entrypoint")),
+        command=None if command is None else tuple(as_list(command, "command")),
         ready=_probe(ready),
         volumes=tuple(
             volume if isinstance(volume, VolumeMount) else parse_volume(volume)

@@ -77,6 +77,8 @@ class AsyncSandbox:
         privilege_gain: bool = False,
         keepalive: bool = False,
         start: bool = False,
+        entrypoint: Sequence[str] | None = None,
+        command: Sequence[str] | None = None,
         ready: Mapping[str, Any] | ReadyProbe | None = None,
         volumes: Sequence[str | VolumeMount] = (),
         place: Place | None = None,
@@ -93,8 +95,9 @@ class AsyncSandbox:
         bytes or text such as "4GiB"; `env`, `user` and `workdir` are the defaults of its commands; `ttl_running_s`
         counts from now, `ttl_idle_s` from its last use; with `keepalive` processes in the background are use, too.
         `privilege_gain` lets set-user-id programs (sudo) raise privileges inside. `start` runs what the environment
-        says (ENTRYPOINT and CMD): it is `main`. With `ready` this returns once it is so: a `dsec.ReadyProbe`, or its
-        fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}. `volumes`: such as "data:/data"
+        says (ENTRYPOINT and CMD, or `entrypoint` and `command`): it is `main`. With `ready` this returns once it is so:
+        a `dsec.ReadyProbe`, or its fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}.
+        `volumes`: such as "data:/data"
         or "data:/data:ro", or a `dsec.VolumeMount`, which also names datasets of the node. `place`: a `dsec.Place` says
         which nodes it may be on, and which sandboxes are to spread over them. `job`: the name of a job of the project,
         with which it is paused and stopped.
@@ -123,6 +126,8 @@ class AsyncSandbox:
             privilege_gain=privilege_gain,
             keepalive=keepalive,
             start=start,
+            entrypoint=entrypoint,
+            command=command,
             ready=ready,
             volumes=volumes,
             place=place,

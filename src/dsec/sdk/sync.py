@@ -19,6 +19,7 @@ from dsec.sdk.client import AsyncClient, AsyncCreated
 from dsec.sdk.environments import AsyncEnvironments
 from dsec.sdk.files import READ_BYTES_DEFAULT, AsyncFiles, AsyncWatch, RemotePath
 from dsec.sdk.grants import AsyncGrants
+from dsec.sdk.groups import AsyncGroup, AsyncGroups
 from dsec.sdk.jobs import AsyncJob, AsyncJobs
 from dsec.sdk.layers import AsyncLayers
 from dsec.sdk.machines import AsyncMachines
@@ -48,6 +49,7 @@ from dsec.wire.environments import (
     LayerUse,
 )
 from dsec.wire.events import Event
+from dsec.wire.groups import GroupInfo, GroupLink
 from dsec.wire.iam import (
     AuditPage,
     GrantInfo,
@@ -962,6 +964,119 @@ class Jobs(Blocking[AsyncJobs]):
         return portal().run(self._async.list(max_items=max_items))
 
 
+class Group(Blocking[AsyncGroup]):
+    """Several sandboxes that reach each other by name. `with` ends all of them at its end.
+
+    with client.groups.create(
+        {"db": {"environment": "postgres", "start": True}, "web": {"environment": "shop", "after": ["db"]}},
+        links=["db:5432"],
+    ) as group:
+        web = group.sandbox("web")  # in it, db:5432 is the other's port
+    """
+
+    @property
+    def name(self) -> str:
+        """Unique among the groups and jobs of its project."""
+        return self._async.name
+
+    @property
+    def info(self) -> GroupInfo:
+        """What was last heard of it, with its sandboxes; `refresh` asks again."""
+        return self._async.info
+
+    @property
+    def members(self) -> dict[str, str]:
+        """Name → id of the sandbox."""
+        return self._async.members
+
+    def sandbox(self, name: str) -> Sandbox:
+        """The member of that name. Raises NotFoundError."""
+        result: Sandbox = wrap(portal().run(self._async.sandbox(name)))
+        return result
+
+    def refresh(self) -> GroupInfo:
+        """Asks for its present state. Raises NotFoundError when it is gone."""
+        return portal().run(self._async.refresh())
+
+    def down(self) -> None:
+        """Destroys all its sandboxes and forgets it; gone already is fine. Raises SandboxError when some of it could
+        not be removed yet: the service goes on trying."""
+        portal().run(self._async.down())
+
+    def __enter__(self) -> Self:
+        portal().run(self._async.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        portal().run(self._async.__aexit__(*error))
+
+
+class Groups(Blocking[AsyncGroups]):
+    """`client.groups`: several sandboxes with private names, all of them or none."""
+
+    def create(
+        self,
+        members: Mapping[str, Mapping[str, Any]],
+        *,
+        links: Iterable[str | GroupLink] = (),
+        name: str | None = None,
+        timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+    ) -> Group:
+        """A new group, all of whose sandboxes run; or an error, and nothing of it is left.
+
+        `members`: name → arguments of `Sandbox.create`, with `environment` among them, and `after`: names of those that
+        are to be started, and ready, before. `links`: "db:5432", or a `dsec.GroupLink`: in all others, or in those that
+        it names, `db:5432` reaches that port of db. A member has the sandbox name GROUP-MEMBER unless it is given one.
+        `timeout_s` is for the start of each. The same again is success.
+        Raises ConflictError (another group or job of that name), and what `Sandbox.create` raises, with the member that
+        failed in `detail["member"]`.
+        """
+        result: Group = wrap(portal().run(self._async.create(members, links=links, name=name, timeout_s=timeout_s)))
+        return result
+
+    def from_compose(
+        self,
+        path: str | PathLike[str],
+        *,
+        name: str | None = None,
+        profiles: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        on_note: Callable[[str], Any] | None = None,
+    ) -> Group:
+        """A group as a compose file describes it. `variables`: for `${NAME}` in it; default: this process' environment.
+
+        `name`: default that of the file, or of its directory. Services with `profiles` are left out unless one of
+        theirs is asked for. An `image` is an environment; one that is not there is pulled from its registry, for which
+        the right admin is needed, and kept under its name. Named volumes are made (the
+        same). `on_note` hears what means less here, such as published ports. Whatever of the file cannot be had here is
+        an InvalidArgumentError that names service and key. Raises what `create` raises; UnsupportedError without the
+        package PyYAML.
+        """
+        result: Group = wrap(
+            portal().run_calling(
+                lambda bridge: self._async.from_compose(
+                    path,
+                    name=name,
+                    profiles=profiles,
+                    variables=variables,
+                    timeout_s=timeout_s,
+                    on_note=bridge(on_note),
+                )
+            )
+        )
+        return result
+
+    def get(self, name: str) -> Group:
+        """A group by its name, with its sandboxes. Raises NotFoundError."""
+        result: Group = wrap(portal().run(self._async.get(name)))
+        return result
+
+    def list(self, *, max_items: int = 10000) -> list[GroupInfo]:
+        """The groups of the caller's project and of those below it."""
+        return portal().run(self._async.list(max_items=max_items))
+
+
 class Sandbox(Blocking[AsyncSandbox]):
     """A place to run commands in. `with` destroys it at the end; without that it lives on until `destroy`, or
     its time to live is over.
@@ -992,6 +1107,8 @@ class Sandbox(Blocking[AsyncSandbox]):
         privilege_gain: bool = False,
         keepalive: bool = False,
         start: bool = False,
+        entrypoint: Sequence[str] | None = None,
+        command: Sequence[str] | None = None,
         ready: Mapping[str, Any] | ReadyProbe | None = None,
         volumes: Sequence[str | VolumeMount] = (),
         place: Place | None = None,
@@ -1008,8 +1125,9 @@ class Sandbox(Blocking[AsyncSandbox]):
         bytes or text such as "4GiB"; `env`, `user` and `workdir` are the defaults of its commands; `ttl_running_s`
         counts from now, `ttl_idle_s` from its last use; with `keepalive` processes in the background are use, too.
         `privilege_gain` lets set-user-id programs (sudo) raise privileges inside. `start` runs what the environment
-        says (ENTRYPOINT and CMD): it is `main`. With `ready` this returns once it is so: a `dsec.ReadyProbe`, or its
-        fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}. `volumes`: such as "data:/data"
+        says (ENTRYPOINT and CMD, or `entrypoint` and `command`): it is `main`. With `ready` this returns once it is so:
+        a `dsec.ReadyProbe`, or its fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}.
+        `volumes`: such as "data:/data"
         or "data:/data:ro", or a `dsec.VolumeMount`, which also names datasets of the node. `place`: a `dsec.Place` says
         which nodes it may be on, and which sandboxes are to spread over them. `job`: the name of a job of the project,
         with which it is paused and stopped.
@@ -1040,6 +1158,8 @@ class Sandbox(Blocking[AsyncSandbox]):
                     privilege_gain=privilege_gain,
                     keepalive=keepalive,
                     start=start,
+                    entrypoint=entrypoint,
+                    command=command,
                     ready=ready,
                     volumes=volumes,
                     place=place,
@@ -1476,6 +1596,12 @@ class Client(Blocking[AsyncClient]):
         result: Jobs = wrap(self._async.jobs)
         return result
 
+    @property
+    def groups(self) -> Groups:
+        """Several sandboxes with private names, all of them or none."""
+        result: Groups = wrap(self._async.groups)
+        return result
+
     def job(
         self,
         name: str,
@@ -1792,6 +1918,8 @@ _KINDS: dict[type, Any] = {
     AsyncSnapshots: Snapshots,
     AsyncJob: Job,
     AsyncJobs: Jobs,
+    AsyncGroup: Group,
+    AsyncGroups: Groups,
     AsyncSandbox: Sandbox,
     AsyncCreated: Created,
     AsyncClient: Client,

@@ -17,6 +17,7 @@ _TMPFS_MAGIC: Final = 0x01021994
 _OPENAT2: Final = 437  # the same number on every architecture
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
+_CLONE_NEWNET: Final = 0x40000000
 _AGAIN_MAX: Final = 16  # EAGAIN: a rename went on while the kernel looked at ".."
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -71,3 +72,10 @@ def check_syscall(name: str, number: int, *arguments: object) -> int:
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")
     return int(result)
+
+
+def enter_network(namespace: int) -> None:
+    """This thread, and no other, is in the network of the descriptor from now on. Raises OSError."""
+    if _libc.setns(namespace, _CLONE_NEWNET) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

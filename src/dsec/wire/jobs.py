@@ -10,6 +10,7 @@ from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.ids import parse_name
 from dsec.wire.errors import ErrorBody
+from dsec.wire.groups import GroupInfo, GroupNote
 
 
 class OnMissed(enum.StrEnum):
@@ -78,6 +79,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     beat_at: float = 0.0  # wall time, to be shown
     extensions: int = 0
     extended_s: float = 0.0  # from the last extension on
+    group: GroupNote | None = None
 
     def has_terms(self, request: JobRequest) -> bool:
         return (self.lease_s, self.on_missed, self.grace_s) == (request.lease_s, request.on_missed, request.grace_s)
@@ -98,6 +100,7 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     on_missed: OnMissed = OnMissed.PAUSE
     grace_s: float = 0.0
     heartbeat_at: float = 0.0
+    group: bool = False  # its sandboxes have names for each other (`dsec group`)
     sandboxes: dict[str, int] | None = None  # by state, of those that have not ended; not in lists
     missing: list[str] = []  # nodes that did not answer: theirs are not counted
 
@@ -173,6 +176,20 @@ def info_of(row: JobRow) -> JobInfo:
         on_missed=row.on_missed,
         grace_s=row.grace_s,
         heartbeat_at=row.beat_at,
+        group=row.group is not None,
+    )
+
+
+def group_of(row: JobRow) -> GroupInfo:
+    starting = row.state is JobState.RUNNING and row.group is not None and not row.group.members
+    return GroupInfo(
+        name=row.name,
+        project=row.project,
+        principal=row.principal,
+        created_at=row.created_at,
+        state="starting" if starting else str(row.state),
+        settled=row.settled,
+        members={} if row.group is None else row.group.members,
     )
 
 

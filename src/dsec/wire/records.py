@@ -35,6 +35,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int | None = None  # None: no limit of its own
     name: str | None = None
     job: str | None = None
+    member: str | None = None  # what the others of its group call it
     labels: dict[str, str] = {}
     user: str | None = None
     workdir: str | None = None

@@ -13,6 +13,7 @@ from dsec.api.request import CALL_MARGIN_S, CALL_TIMEOUT_S, Answer, Request
 from dsec.api.routing import Route
 from dsec.cluster.queue import Patience
 from dsec.core.errors import DeadlineError, InvalidArgumentError
+from dsec.core.ids import NodeId
 from dsec.core.limits import LIST_PAGE_DEFAULT, LIST_PAGE_MAX
 from dsec.core.spec import check_labels
 from dsec.core.states import SandboxState
@@ -33,8 +34,10 @@ async def create_sandbox(request: Request) -> Answer:
     return Answer(to_json(sandbox), status=201)
 
 
-async def create(request: Request, body: CreateRequest, *, key: str | None, wait_s: float | None = None) -> Sandbox:
-    """With a key the creation completes whatever becomes of the caller, and is found by the key."""
+async def create(
+    request: Request, body: CreateRequest, *, key: str | None, wait_s: float | None = None, at: NodeId | None = None
+) -> Sandbox:
+    """With a key the creation completes whatever becomes of the caller, and is found by the key. `at`: on this node."""
     services = request.services
     patience = Patience(body.queue_s) if body.queue_s else None
     timeout_s = body.timeout_s if wait_s is None or key is not None else min(wait_s, body.timeout_s)
@@ -46,6 +49,7 @@ async def create(request: Request, body: CreateRequest, *, key: str | None, wait
             timeout_s=timeout_s + (CALL_MARGIN_S if timeout_s == body.timeout_s else 0.0),
             key=key,
             patience=patience,
+            at=at,
         )
 
     work = made_in_job(

@@ -122,6 +122,7 @@ class ContainerBackend:
             disk_limit=self._disk.limit,
             disk_limit_reason=self._disk.reason,
             volumes=True,
+            links=True,
             devices=True,
             resource_view=self._view.kind if self._no_live_view is None else STATIC,
             resource_view_reason=self._no_live_view or self._view.reason,

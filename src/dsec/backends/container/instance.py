@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from dsec.backends.base import InstanceExit, InstanceUsage
 from dsec.backends.container.capture import ContainerCapture
+from dsec.backends.container.netns import listen_inside
 from dsec.backends.container.record import ContainerRecord
 from dsec.core.errors import FreezeTimeoutError, HostError, SandboxFaultError, UnsupportedError
 from dsec.core.faults import fault_point
@@ -120,6 +123,11 @@ class ContainerInstance:
             set_memory_limit(record.cgroup2, record.cgroup1.get("memory"), memory_bytes)
         except OSError as error:
             raise HostError(f"the memory of {self.id} cannot be limited: {error}", sandbox=self.id) from error
+
+    async def listen(self, address: str, port: int) -> socket.socket:
+        if self._pidfd is None:
+            raise OSError(errno.ESRCH, "the instance has ended")
+        return await asyncio.to_thread(listen_inside, self._record.pid, self._pidfd, address, port)
 
     def memory_now(self) -> int | None:
         return self._use.memory_bytes()

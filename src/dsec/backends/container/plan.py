@@ -15,7 +15,7 @@ from dsec.backends.container.record import ContainerRecord
 from dsec.backends.container.view import STATIC, view_of
 from dsec.core.errors import InvalidArgumentError, UnsupportedError
 from dsec.core.limits import LOWERS_MAX
-from dsec.core.spec import NetworkMode
+from dsec.core.spec import NetworkMode, SandboxSpec, link_addresses
 from dsec.density.cgroups import CgroupHost, plan_cgroups
 from dsec.security import capabilities, masks, syscalls
 from dsec.security.syscalls import filter_name
@@ -91,7 +91,7 @@ def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFact
         ),
         socket=str(socket_path(config, instance.id)),
         hostname=hostname,
-        etc_files=_etc_files(hostname),
+        etc_files=_etc_files(hostname, spec),
         masks=list(facts.masks),
         readonly_proc=list(masks.READONLY),
         # As everywhere half of the memory at most: a full /dev/shm is an error of whoever fills it, and not the end of
@@ -168,8 +168,10 @@ def socket_path(config: ContainerConfig, sandbox: str) -> Path:
     return config.run_dir / "sb" / f"{sandbox}.sock"
 
 
-def _etc_files(hostname: str) -> list[EtcFile]:
-    hosts = f"127.0.0.1\tlocalhost {hostname}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
+def _etc_files(hostname: str, spec: SandboxSpec) -> list[EtcFile]:
+    own = hostname if spec.member in (None, hostname) else f"{hostname} {spec.member}"
+    hosts = f"127.0.0.1\tlocalhost {own}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
+    hosts += "".join(f"{address}\t{name}\n" for name, address in link_addresses(spec).items())
     return [
         EtcFile("/etc/hosts", hosts.encode()),
         EtcFile("/etc/hostname", f"{hostname}\n".encode()),

@@ -41,6 +41,7 @@ class FakeBackend:
             fork=Keeps.DISK if pause else Keeps.NOTHING,
             survives_node=True,
             warm=True,
+            links=True,
             disk_limit="imagined",
         )
 

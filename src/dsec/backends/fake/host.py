@@ -42,6 +42,8 @@ class FakeHost:
         self.instances_max = instances_max
         self.sandboxes: dict[SandboxId, FakeSandbox] = {}
         self.layers: dict[str, FileTree] = {}  # made of snapshots, by digest
+        self.listening: dict[tuple[SandboxId, str, int], int] = {}  # of whom, and where → port of this machine
+        self.ports_taken: set[tuple[SandboxId, int]] = set()  # by programs inside, as far as anybody asks
         self._delay_s = delay_s
         self._held: dict[SandboxId, int] = {}  # bit i: step i of STEPS was done
         self._serial = 0

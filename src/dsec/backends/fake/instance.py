@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -66,6 +68,18 @@ class FakeInstance:
 
     async def bound_memory(self, memory_bytes: int) -> None:
         self._refuse("memory limits")
+
+    async def listen(self, address: str, port: int) -> socket.socket:
+        """On a port of the host; `FakeHost.listening` says on which."""
+        if self._sandbox.ended is not None:
+            raise OSError(errno.ESRCH, "the instance has ended")
+        fault_point("fake.listen")
+        if (self.id, port) in self._host.ports_taken:
+            raise OSError(errno.EADDRINUSE, "address in use")
+        found = socket.create_server(("127.0.0.1", 0))
+        found.setblocking(False)
+        self._host.listening[self.id, address, port] = found.getsockname()[1]
+        return found
 
     def memory_now(self) -> int | None:
         return None

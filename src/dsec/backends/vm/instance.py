@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
@@ -113,6 +114,9 @@ class MachineInstance(Generic[R]):
 
     async def bound_memory(self, memory_bytes: int) -> None:
         raise UnsupportedError("a machine has the memory that it was made with")
+
+    async def listen(self, address: str, port: int) -> socket.socket:
+        raise UnsupportedError("the loopback of a machine is out of its node's reach")
 
     def memory_now(self) -> int | None:
         return self._use.memory_bytes()

@@ -24,6 +24,7 @@ from dsec.core.errors import (
 from dsec.core.limits import JOB_KEPT_S, JOBS_MAX, JOBS_PER_PROJECT_MAX
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
+from dsec.wire.groups import GroupNote
 from dsec.wire.jobs import Because, JobExtend, JobRequest, JobRow, JobState
 
 log = get_logger(__name__)
@@ -84,7 +85,9 @@ class Jobs:
 
     # -- changes -----------------------------------------------------------------------------------
 
-    async def create(self, request: JobRequest, *, project: str, principal: str) -> JobRow:
+    async def create(
+        self, request: JobRequest, *, project: str, principal: str, group: GroupNote | None = None
+    ) -> JobRow:
         """The same again is success, and so is one after a job of that name that was stopped whole.
 
         Raises ConflictError when there is another of that name, LimitError.
@@ -101,6 +104,7 @@ class Jobs:
             lease_s=request.lease_s,
             on_missed=request.on_missed,
             grace_s=request.grace_s,
+            group=group,
         )
         for _ in range(_ROUNDS):
             entry = await self._registry.get(Bucket.JOBS, key)
@@ -111,7 +115,12 @@ class Jobs:
                     return row
                 there = _read(entry.value)
                 if there is not None and there.state is not JobState.STOPPED:
-                    if not there.has_terms(request):
+                    if (there.group is None) != (group is None):
+                        kind = "job" if there.group is None else "group"
+                        raise _TakenError(f"there is a {kind} {request.name!r}")
+                    if there.group is not None and group is not None and there.group.digest != group.digest:
+                        raise _TakenError(f"there is another group {request.name!r}")
+                    if group is None and not there.has_terms(request):
                         raise _TakenError(f"there is a job {request.name!r} with another lease, policy or grace")
                     return there
                 if there is not None and not there.settled:
@@ -140,6 +149,17 @@ class Jobs:
             )
 
         return await self.change(project, name, extended)
+
+    async def started(self, row: JobRow, members: dict[str, str]) -> JobRow:
+        """The group of `row` is whole, and has no lease from now on. Raises ConflictError when it was stopped."""
+
+        def whole(now: JobRow) -> JobRow:
+            if now.id != row.id or now.group is None:
+                raise ConflictError(f"group {row.name} was made anew meanwhile")
+            note = msgspec.structs.replace(now.group, members=members)
+            return msgspec.structs.replace(now, group=note, lease_s=None)
+
+        return await self.change(row.project, row.name, whole)
 
     async def move(self, project: str, name: str, state: JobState, because: Because = Because.ASKED) -> JobRow:
         """Raises ConflictError for a job that is stopped, unless it is to be."""
@@ -182,7 +202,7 @@ class Jobs:
         def checked(row: JobRow) -> JobRow:
             if row.state is JobState.STOPPED:
                 new = change(row)
-                if new.state is JobState.STOPPED and new.order == row.order and new.beats == row.beats:
+                if new == row:
                     return row
                 raise ConflictError(f"job {name} is stopped", hint="make another one")
             return change(row)

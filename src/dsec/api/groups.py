@@ -1,0 +1,164 @@
+"""Starts a group: all its members on one node, in order, or none of them.
+
+While it starts, its job has a lease that this replica renews: should the replica end, whoever watches leases stops what
+there is by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from typing import Final
+
+from dsec.api.request import Request
+from dsec.api.routes.sandboxes import create
+from dsec.core import limits
+from dsec.core.errors import CapacityError, ConflictError, DsecError, NotFoundError, Outcome, UnsupportedError
+from dsec.core.ids import NodeId
+from dsec.core.spec import Place, SandboxSpec
+from dsec.observe.logs import get_logger
+from dsec.wire.codec import pack
+from dsec.wire.groups import GroupNote, GroupRequest, create_request, levels
+from dsec.wire.jobs import JobOrderKind, JobRequest, JobRow, JobState, OnMissed
+from dsec.wire.records import CreateRequest, Sandbox
+
+log = get_logger(__name__)
+
+_LEASE_S: Final = 60.0
+_BEAT_S: Final = 15.0
+_NODES_TRIED_MAX: Final = 3
+_ELSEWHERE: Final = (CapacityError, NotFoundError, UnsupportedError)
+
+
+async def start_group(request: Request, asked: GroupRequest) -> JobRow:
+    """The row of a group that is whole. The same again is success.
+
+    Raises ConflictError (another of that name, or it is being started), and what a create raises, with the member that
+    failed in `detail`: then nothing is left of it.
+    """
+    jobs, caller = request.services.jobs, request.caller
+    note = GroupNote(digest=hashlib.sha256(pack(asked)).digest())
+    terms = JobRequest(name=asked.name, lease_s=_LEASE_S, on_missed=OnMissed.STOP, grace_s=0.0)
+    before = jobs.known(caller.project, asked.name)
+    row = await jobs.create(terms, project=caller.project, principal=caller.principal, group=note)
+    if row.group is not None and row.group.members:
+        return row
+    if before is not None and before.id == row.id:
+        raise ConflictError(f"group {asked.name} is being started", retry_after_s=1.0)
+    beating = asyncio.create_task(_beat(request, row), name=f"lease of group {row.name}")
+    try:
+        members = await _members(request, asked, row)
+        return await jobs.started(row, members)
+    except BaseException:
+        # Whatever becomes of the caller.
+        await asyncio.shield(asyncio.create_task(stop_group(request, row)))
+        raise
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+
+
+async def stop_group(request: Request, row: JobRow) -> dict[str, str]:
+    """What is not gone yet, and why. Without anything the name is free again."""
+    jobs, orders = request.services.jobs, request.services.orders
+    failed: dict[str, str] = {}
+    try:
+        row = await jobs.move(row.project, row.name, JobState.STOPPED)
+        async with contextlib.aclosing(orders.give(row, JobOrderKind.STOP)) as parts:
+            async for part in parts:
+                if part.error is not None:
+                    failed[part.node] = part.error.message
+                failed |= {item.sandbox: item.error.message for item in part.items if item.error is not None}
+        if not failed and await jobs.settle(row):
+            await jobs.remove(row.project, row.name)
+    except DsecError as error:
+        log.warning("a group could not be stopped whole; it is gone on with", group=row.name, error=error.message)
+        failed.setdefault(row.name, error.message)
+    return failed
+
+
+async def _members(request: Request, asked: GroupRequest, row: JobRow) -> dict[str, str]:
+    """On another node when one lacks something."""
+    whole, tried = _sum_of(asked), set[NodeId]()
+    while True:
+        node = request.services.fleet.choose(whole, tried, counts=False)
+        try:
+            return await _at(request, asked, node)
+        except _ELSEWHERE as error:
+            tried.add(node)
+            if len(tried) >= _NODES_TRIED_MAX:
+                raise
+            try:
+                request.services.fleet.choose(whole, tried, counts=False)
+            except DsecError:
+                raise error from None
+            await _clear(request, row)
+
+
+async def _at(request: Request, asked: GroupRequest, node: NodeId) -> dict[str, str]:
+    made: dict[str, str] = {}
+    turn = asyncio.Semaphore(limits.GROUPS_AT_ONCE_MAX)
+
+    async def make(name: str) -> Sandbox:
+        async with turn:
+            try:
+                # Without a key, so that a create is given up with the group, and does not go on by itself.
+                return await create(request, create_request(asked, name), key=None, at=node)
+            except DsecError as error:
+                error.message = f"member {name} of group {asked.name} could not be started: {error.message}"
+                error.detail = {**error.detail, "member": name}
+                raise
+
+    for level in levels(asked):
+        tasks = [asyncio.create_task(make(name), name=f"member {name}") for name in level]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for failed in tasks:
+            if not failed.cancelled() and failed.exception() is not None:
+                failed.result()  # raises
+        made |= {name: task.result().id for name, task in zip(level, tasks, strict=True)}
+    return made
+
+
+async def _clear(request: Request, row: JobRow) -> None:
+    """What was made on a node that the group does not fit on. Raises when some of it is there yet."""
+    if not await request.services.orders.carry_out(row, JobOrderKind.STOP, going=lambda: True):
+        raise ConflictError(f"what was made of group {row.name} is not gone yet", outcome=Outcome.UNKNOWN)
+
+
+async def _beat(request: Request, row: JobRow) -> None:
+    while True:
+        await asyncio.sleep(_BEAT_S)
+        with contextlib.suppress(DsecError):
+            await request.services.jobs.beat(row.project, row.name)
+
+
+def _sum_of(asked: GroupRequest) -> CreateRequest:
+    """What a node must have room for, and be able to."""
+    specs = [member.spec for member in asked.members.values()]
+    places = [spec.place for spec in specs if spec.place is not None]
+    labels: dict[str, str] = {}
+    for place in places:
+        labels |= place.labels
+    features = tuple(sorted({feature for place in places for feature in place.features}))
+    whole = SandboxSpec(
+        environment=specs[0].environment,
+        substrate=specs[0].substrate,
+        network=specs[0].network,
+        cpu=min(sum(spec.cpu for spec in specs), limits.CPU_MAX),
+        memory_bytes=min(sum(spec.memory_bytes for spec in specs), limits.MEMORY_BYTES_MAX),
+        place=Place(labels=labels, features=features) if places else None,
+    )
+    return CreateRequest(spec=whole)
+
+
+def group_row(row: JobRow) -> JobRow:
+    """Raises NotFoundError for a job that is no group."""
+    if row.group is None:
+        raise NotFoundError(f"there is no group {row.name!r}", hint="it is a job")
+    return row

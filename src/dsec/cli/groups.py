@@ -1,0 +1,118 @@
+"""`dsec group`: several sandboxes with private names, started and stopped as one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsec.cli.console import Json, age, clean, client, put_json, run_async, say, settings, table
+from dsec.cli.pages import command
+
+if TYPE_CHECKING:
+    from dsec.wire.groups import GroupInfo
+
+app = typer.Typer(help="Groups: sandboxes that reach each other by name.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the group.", show_default=False)]
+_FILES = ("compose.yaml", "compose.yml", "docker-compose.yaml", "docker-compose.yml")
+
+
+def up(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A compose file; compose.yaml here without.")
+    ] = None,
+    option: Annotated[
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="The same, as others have it.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", "-n", metavar="NAME", help="Default: the file's, or its directory's.")
+    ] = None,
+    profile: Annotated[
+        list[str] | None, typer.Option("--profile", metavar="NAME", help="Start services of it, too. May be repeated.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For each service to start, and be ready.")] = 60.0,
+    json: Json = False,
+) -> None:
+    """Start a group from a compose file: all its services, or none."""
+    if file is not None and option is not None:
+        raise typer.BadParameter("name the file once", param_hint="--file")
+    path = file or option or next((Path(one) for one in _FILES if Path(one).is_file()), Path(_FILES[0]))
+
+    async def work() -> GroupInfo:
+        async with client() as c:
+            group = await c.groups.from_compose(
+                path, name=name, profiles=profile or (), timeout_s=timeout, on_note=lambda note: say(clean(note))
+            )
+            return group.info
+
+    info = run_async(work())
+    if settings.json:
+        put_json(info)
+        return
+    for member, id in info.members.items():
+        print(f"{member} {id}")
+
+
+def list_(json: Json = False) -> None:
+    """List the groups."""
+
+    async def work() -> list[GroupInfo]:
+        async with client() as c:
+            return await c.groups.list()
+
+    found = run_async(work())
+    if settings.json:
+        put_json(found)
+        return
+    now = time.time()
+    rows = [
+        (one.name, one.project, one.state, age(max(now - one.created_at, 0.0)), ",".join(one.members)) for one in found
+    ]
+    table(("NAME", "PROJECT", "STATE", "AGE", "MEMBERS"), rows)
+
+
+def show(name: Name, json: Json = False) -> None:
+    """Show one group and its sandboxes."""
+
+    async def work() -> GroupInfo:
+        async with client() as c:
+            return (await c.groups.get(name)).info
+
+    info = run_async(work())
+    if settings.json:
+        put_json(info)
+        return
+    print(f"name: {clean(info.name)}\nproject: {clean(info.project)}\nstate: {clean(info.state)}")
+    rows = [
+        (one.member or "", one.id, one.state if one.cause is None else f"{one.state} ({one.cause})", one.environment)
+        for one in info.sandboxes or []
+    ]
+    table(("MEMBER", "SANDBOX", "STATE", "ENVIRONMENT"), sorted(rows))
+    if info.missing:
+        say(f"without {', '.join(info.missing)}, which do not answer")
+
+
+def down(
+    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Of groups.")],
+    json: Json = False,
+) -> None:
+    """Destroy all sandboxes of groups, and forget them. Volumes stay."""
+
+    async def work() -> None:
+        async with client() as c:
+            for name in names:
+                await (await c.groups.get(name)).down()
+                if not settings.json:
+                    say(f"group {name} is gone")
+        if settings.json:
+            put_json({"removed": names})
+
+    run_async(work())
+
+
+command(app, up, of="group")
+command(app, list_, "ls", of="group")
+command(app, show, of="group")
+command(app, down, of="group")
