@@ -275,9 +275,9 @@ JOB_ORDERS_KEPT: Final = 10_000  # jobs of which a node remembers the last order
 
 # Compose files
 COMPOSE_BYTES_MAX: Final = 1 * MIB  # of the file, and of each file of variables; read whole
-COMPOSE_ITEMS_MAX: Final = 50_000  # values, each counted for every alias of it: a small file can stand for a huge one
-COMPOSE_ALIASES_MAX: Final = 1_000  # each is one more time for what it stands for
-COMPOSE_DEPTH_MAX: Final = 32  # values in values; a deployment has eight
+YAML_ITEMS_MAX: Final = 50_000  # values, each counted for every alias of it: a small file can stand for a huge one
+YAML_ALIASES_MAX: Final = 1_000  # each is one more time for what it stands for
+YAML_DEPTH_MAX: Final = 32  # values in values; a deployment has eight
 
 # Connections between API and node
 LINK_FRAME_BYTES_MAX: Final = 1 * MIB + 64  # one frame of a stream, with what carries it

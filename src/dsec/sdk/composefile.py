@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dsec.core.errors import InvalidArgumentError, LimitError, UnsupportedError
-from dsec.core.limits import COMPOSE_ALIASES_MAX, COMPOSE_BYTES_MAX, COMPOSE_DEPTH_MAX, COMPOSE_ITEMS_MAX
+from dsec.core.errors import InvalidArgumentError, LimitError
+from dsec.core.limits import COMPOSE_BYTES_MAX, YAML_DEPTH_MAX, YAML_ITEMS_MAX
+from dsec.wire.codec import yaml_tree
 
 _VARIABLE: Final = re.compile(
     r"\$(?:(?P<escaped>\$)|(?P<plain>[A-Za-z_][A-Za-z0-9_]*)|"
@@ -35,54 +36,7 @@ def wrong(scope: Scope, text: str, hint: str | None = None) -> InvalidArgumentEr
 def load(path: Path, variables: Mapping[str, str]) -> dict[str, Any]:
     """What the file says, with the variables in its texts filled in. Raises InvalidArgumentError, LimitError;
     UnsupportedError without PyYAML."""
-    try:
-        import yaml
-    except ImportError as error:
-        raise UnsupportedError(
-            "compose files need the package PyYAML", hint="pip install 'dsec[compose]', or pip install pyyaml"
-        ) from error
-    raw = _read(path)
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Nothing but data, and not more of it than the file has."""
-
-        aliases = items = depth = 0
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            cls = self
-            cls.aliases += self.check_event(yaml.AliasEvent)
-            cls.items += 1
-            cls.depth += 1
-            if cls.aliases > COMPOSE_ALIASES_MAX or cls.items > COMPOSE_ITEMS_MAX or cls.depth > COMPOSE_DEPTH_MAX:
-                raise LimitError(f"{path.name} has too many values, or aliases, or they lie too deep")
-            try:
-                return super().compose_node(parent, index)
-            finally:
-                cls.depth -= 1
-
-        def flatten_mapping(self, node: Any) -> None:
-            super().flatten_mapping(node)
-            if len(node.value) > COMPOSE_ITEMS_MAX:
-                raise LimitError(f"{path.name} has too many values")
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            # YAML's own reader lets the last of two win, and says nothing.
-            seen = set()
-            for key, _ in node.value:
-                if key.tag == "tag:yaml.org,2002:merge":
-                    continue
-                if str(key.value) in seen:
-                    line = key.start_mark.line + 1
-                    raise InvalidArgumentError(f"{path.name}, line {line}: {str(key.value)[:60]!r} is there twice")
-                seen.add(str(key.value))
-            return super().construct_mapping(node, deep=deep)
-
-    try:
-        found = yaml.load(raw, Loader)
-    except yaml.YAMLError as error:
-        raise InvalidArgumentError(f"{path.name} is no YAML: {' '.join(str(error).split())[:200]}") from error
-    except RecursionError as error:
-        raise LimitError(f"{path.name} refers to itself") from error
+    found = yaml_tree(_read(path), path.name)
     if not isinstance(found, dict):
         raise InvalidArgumentError(f"{path.name} is no compose file: it must be a mapping with services")
     filled: dict[str, Any] = _filled(found, variables, Scope(path.name), _Budget())
@@ -129,11 +83,11 @@ class _Budget:
     """Values that are looked at: one that many aliases stand for is looked at for each."""
 
     def __init__(self) -> None:
-        self.left = COMPOSE_ITEMS_MAX
+        self.left = YAML_ITEMS_MAX
 
     def take(self, scope: Scope, depth: int) -> None:
         self.left -= 1
-        if self.left < 0 or depth > COMPOSE_DEPTH_MAX:
+        if self.left < 0 or depth > YAML_DEPTH_MAX:
             raise LimitError(f"{scope.what[:200]}: there are too many values, or they lie too deep")
 
 

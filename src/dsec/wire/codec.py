@@ -12,7 +12,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from dsec.core.errors import DsecError, InvalidArgumentError, ProtocolError, UnsupportedError
+from dsec.core.errors import DsecError, InvalidArgumentError, LimitError, ProtocolError, UnsupportedError
+from dsec.core.limits import YAML_ALIASES_MAX, YAML_DEPTH_MAX, YAML_ITEMS_MAX
 
 T = TypeVar("T")
 
@@ -56,6 +57,58 @@ def from_yaml(data: bytes, kind: type[T]) -> T:
         raise UnsupportedError("reading YAML needs PyYAML", hint="pip install pyyaml, or give it as JSON") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgumentError(f"not a {_name(kind)}: {error}") from error
+
+
+def yaml_tree(text: str, what: str) -> Any:
+    """What a file of people says: nothing but data, bounded, and no key of it twice. `what` is for errors.
+
+    Raises InvalidArgumentError, LimitError; UnsupportedError without PyYAML.
+    """
+    try:
+        import yaml
+    except ImportError as error:
+        raise UnsupportedError(
+            f"reading {what} needs the package PyYAML", hint="pip install 'dsec[compose]', or pip install pyyaml"
+        ) from error
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        aliases = items = depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.aliases += self.check_event(yaml.AliasEvent)
+            self.items += 1
+            self.depth += 1
+            if self.aliases > YAML_ALIASES_MAX or self.items > YAML_ITEMS_MAX or self.depth > YAML_DEPTH_MAX:
+                raise LimitError(f"{what} has too many values, or aliases, or they lie too deep")
+            try:
+                return super().compose_node(parent, index)
+            finally:
+                self.depth -= 1
+
+        def flatten_mapping(self, node: Any) -> None:
+            # Merges of merges double what they merge each time.
+            super().flatten_mapping(node)
+            if len(node.value) > YAML_ITEMS_MAX:
+                raise LimitError(f"{what} has too many values")
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            # YAML's own reader lets the last of two win, and says nothing.
+            seen = set()
+            for key, _ in node.value:
+                if key.tag == "tag:yaml.org,2002:merge":
+                    continue
+                if str(key.value) in seen:
+                    line = key.start_mark.line + 1
+                    raise InvalidArgumentError(f"{what}, line {line}: {str(key.value)[:60]!r} is there twice")
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep=deep)
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise InvalidArgumentError(f"{what} is no YAML: {' '.join(str(error).split())[:200]}") from error
+    except (RecursionError, ValueError) as error:  # such as a number or a date that is none
+        raise InvalidArgumentError(f"{what} cannot be read: {str(error)[:200]}") from error
 
 
 def from_json(data: bytes | str, kind: type[T]) -> T:
