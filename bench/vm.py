@@ -8,7 +8,7 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +31,25 @@ _MEMORY_MIB = 192
 _TIMEOUT_S = 600.0
 _AT_ONCE = 4
 _MONITORS = ("qemu-system", "firecracker")
+WAYS = {
+    "layers as disks": '[microvm]\nlayer_device = "blk"\npage_out = false',
+    "layers as memory (pmem, DAX)": '[microvm]\nlayer_device = "pmem"\npage_out = false',
+    "layers as disks, paused ones go to swap": '[microvm]\nlayer_device = "blk"\npage_out = true',
+    "layers as memory, paused ones go to swap": '[microvm]\nlayer_device = "pmem"\npage_out = true',
+}
+READ = """python3 - <<'E'
+import os
+read = 0
+for place, _, names in os.walk("/usr"):
+    for name in sorted(names):
+        path = os.path.join(place, name)
+        if read < 64 << 20 and os.path.isfile(path) and not os.path.islink(path):
+            with open(path, "rb") as file:
+                read += len(file.read(8 << 20))
+print(read)
+E"""
+_SAME = 5
+_LOOK_S = 0.5
 _WARM = "[node.warm]\nspares_max = 4\nlow = 2\nhigh = 4"
 
 
@@ -40,8 +59,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--state", type=Path, default=Path(STATE_DIR_ROOT), help="state directory with the environment")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--idle", type=int, nargs="+", default=[1, 10, 40], help="how many idle ones are weighed")
+    parser.add_argument("--compare", type=int, metavar="COUNT", help="only weigh so many, by each way to save memory")
     parser.add_argument("--output", type=Path, help="write the figures as JSON here")
     options = parser.parse_args(arguments)
+    if options.compare:
+        weighed = [weigh(options, name, settings) for name, settings in WAYS.items()]
+        show_ways(weighed)
+        if options.output:
+            options.output.write_text(json.dumps({"machine": machine.describe(), "ways": weighed}, indent=2) + "\n")
+        return
     with ExitStack() as stack:
         plain = stack.enter_context(private_service(options.state))
         warm = stack.enter_context(private_service(options.state, _WARM))
@@ -121,6 +147,46 @@ def idle(service: PrivateService, environment: str, count: int) -> dict[str, Any
     }
 
 
+def weigh(options: argparse.Namespace, name: str, settings: str) -> dict[str, Any]:
+    """Guests that have each read the same files: what they take, and what is left of it while they are paused."""
+    count, environment = options.compare, options.environment
+    with ExitStack() as stack:
+        service = stack.enter_context(private_service(options.state, settings))
+        use_once(service, environment)
+        guests = [stack.enter_context(create(service, environment)) for _ in range(count)]
+        began = time.perf_counter()
+        read = [guest.exec(READ, check=True, timeout_s=_TIMEOUT_S).stdout for guest in guests]
+        took_s = time.perf_counter() - began
+        running = sum(pss_bytes(pid) for pid in monitors(service))
+        for guest in guests:
+            guest.pause()
+        paused = least(lambda: sum(pss_bytes(pid) for pid in monitors(service)))
+        again = [timed(lambda guest=guest: resumed(guest))()[0] for guest in guests]
+    return {
+        "way": name,
+        "count": count,
+        "read_mib_each": round(int(read[0]) / MIB, 1),
+        "read_s": round(took_s, 2),
+        "running_mib": round(running / MIB, 1),
+        "paused_mib": round(paused / MIB, 1),
+        "again_ms": round(sorted(again)[len(again) // 2], 1),
+    }
+
+
+def resumed(guest: dsec.Sandbox) -> None:
+    guest.resume()
+    guest.exec("true", check=True)
+
+
+def least(look: Callable[[], int]) -> int:
+    """Memory is given back in the background: the least that is seen until it is less no more."""
+    found, same = look(), 0
+    while same < _SAME:
+        time.sleep(_LOOK_S)
+        found, same = (now, 0) if (now := look()) < found else (found, same + 1)
+    return found
+
+
 def monitors(service: PrivateService) -> Iterator[int]:
     """Of this service: they are in its cgroups."""
     mark = service.run_dir.name
@@ -142,6 +208,15 @@ def pss_bytes(pid: int) -> int:
 
 def summaries(found: dict[str, Series]) -> dict[str, Any]:
     return {name: series.summary() for name, series in found.items()}
+
+
+def show_ways(weighed: list[dict[str, Any]]) -> None:
+    for row in weighed:
+        each = row["running_mib"] / row["count"], row["paused_mib"] / row["count"]
+        print(
+            f"{row['way']:<44} {each[0]:>7.1f} MiB each after {row['read_mib_each']} MiB were read in {row['read_s']} s"
+        )
+        print(f"{'':<44} {each[1]:>7.1f} MiB paused, {row['again_ms']} ms until it answers again")
 
 
 def show(result: dict[str, Any]) -> None:

@@ -65,6 +65,9 @@ async def test_a_machine_boots_from_a_disk_that_lies_in_a_store(machines: Machin
         assert stats.fetches > 0
         with pytest.raises(errors.ConflictError):
             await client.layers.remove(made.layers[0])
+        traced = await client.machines.trace("far")
+        assert traced.layers[0].chunks > 0
+        assert list((place.directory / "store/traces").iterdir())
     assert made.used_bytes < 100_000
 
 

@@ -76,6 +76,11 @@ fn mount_layer(number: usize, layer: &Layer) -> Result<()> {
             options = format!("device={}", shown(&blob)?);
         }
     }
+    // What is memory already needs no copy in the guest's.
+    if shown(&meta)?.starts_with("/dev/pmem") {
+        let more = if options.is_empty() { "" } else { "," };
+        options = format!("dax=always{more}{options}");
+    }
     mount("erofs", &shown(&meta)?, &target, READ_ONLY, &options)
 }
 

@@ -174,6 +174,21 @@ def collapse(name: Name, json: Json = False) -> None:
     run_async(work())
 
 
+def trace(name: Name, json: Json = False) -> None:
+    """Record in the store what has been read of an image's disk, for other nodes to load first."""
+
+    async def work() -> None:
+        async with client() as c:
+            found = await c.machines.trace(name)
+        if settings.json:
+            put_json(found)
+            return
+        for layer in found.layers:
+            print(f"{layer.digest[:12]}: {layer.chunks} chunks")
+
+    run_async(work())
+
+
 def _put(info: MachineInfo) -> None:
     if settings.json:
         put_json(info)
@@ -206,4 +221,5 @@ command(app, push, of="vm")
 command(app, pull, of="vm")
 command(app, commit, of="vm")
 command(app, collapse, of="vm")
+command(app, trace, of="vm")
 command(app, rm, of="vm")

@@ -54,6 +54,12 @@ MACHINES: Final[dict[str, Page]] = {
         (("dsec vm collapse ready", "a shorter chain"),),
         "a MachineInfo record",
     ),
+    "vm trace": Page(
+        "Nodes that pull the image afterwards load what was read here before it is asked for. Boot a machine of it, "
+        "and do what is usually done there, first.",
+        (("dsec vm trace ready", "into the store that it came from"),),
+        "an EnvironmentTrace record",
+    ),
     "vm rm": Page("Machines of it run on.", (("dsec vm rm android", "remove it"),), "removed"),
     "screen shot": Page(
         "",

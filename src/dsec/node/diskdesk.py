@@ -11,14 +11,16 @@ from typing import Any
 import msgspec
 
 from dsec.backends.machines import HasDisks, HasImages
-from dsec.core.errors import DsecError, StorageError, UnsupportedError
+from dsec.core.errors import ConflictError, DsecError, StorageError, UnsupportedError
 from dsec.core.spec import Substrate
+from dsec.node.loading import traces_of
 from dsec.node.machinedesk import info_of
 from dsec.node.node import Node
 from dsec.node.rights import check_store_of, project_seen
 from dsec.storage.disks import copy_file
 from dsec.storage.space import require_free
 from dsec.wire.disks import MachinePull, MachinePush, SandboxCommit
+from dsec.wire.environments import EnvironmentTrace
 from dsec.wire.machines import MachineInfo, MachineRef
 from dsec.wire.node import Caller, Method
 
@@ -33,6 +35,7 @@ class DiskDesk:
             Method.MACHINE_PULL: (MachinePull, self._pull),
             Method.MACHINE_COMMIT: (SandboxCommit, self._commit),
             Method.MACHINE_COLLAPSE: (MachineRef, self._collapse),
+            Method.MACHINE_TRACE: (MachineRef, self._trace),
         }
 
     def _backend(self) -> HasImages:
@@ -68,6 +71,20 @@ class DiskDesk:
             return info_of(made)
 
         return await _told(work)
+
+    async def _trace(self, request: MachineRef, caller: Caller, _: str | None) -> EnvironmentTrace:
+        images, disks = self._backend().images, self._node.environments.disks()
+
+        def work() -> EnvironmentTrace:
+            traces = traces_of(disks.layers, disks.remote, images.get(request.name).manifest.layers)
+            if not traces:
+                raise ConflictError(
+                    f"nothing of the disk of {request.name!r} has been read from a store",
+                    hint="make a machine of it, do what is usually done there, and ask again",
+                )
+            return EnvironmentTrace(name=request.name, layers=traces)
+
+        return await asyncio.to_thread(work)
 
     # -- layers ------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dsec.core.errors import ConflictError, NotFoundError
 from dsec.image.environments import EnvironmentStore
 from dsec.storage.layers import LayerLocation, LayerStore, RemoteBlob
@@ -55,9 +57,19 @@ def _loaded_use(remote: RemoteBlob, stats: LayerStats) -> LayerUse:
 def record_trace(store: EnvironmentStore, remote: RemoteLayers, name: str) -> EnvironmentTrace:
     """Raises EnvironmentNotFoundError, ConflictError when nothing of it was read from a store, UnsupportedError for a
     store that cannot be written, and what else the store raises."""
-    layers = [store.layers.get(digest) for digest in store.get(name).layers]
+    traces = traces_of(store.layers, remote, store.get(name).layers)
+    if not traces:
+        raise ConflictError(
+            f"nothing of environment {name!r} has been read from a store",
+            hint="make a sandbox from it, do what is usually done there, and ask again",
+        )
+    return EnvironmentTrace(name=name, layers=traces)
+
+
+def traces_of(layers: LayerStore, remote: RemoteLayers, digests: Sequence[str]) -> tuple[LayerTrace, ...]:
+    """What has been read of each, recorded in its store; without those of which nothing was."""
     traces = []
-    for layer in layers:
+    for layer in [layers.get(digest) for digest in digests]:
         if layer.remote is None or not remote.loader.is_running():
             continue
         try:
@@ -66,9 +78,4 @@ def record_trace(store: EnvironmentStore, remote: RemoteLayers, name: str) -> En
             continue  # no sandbox has begun with it yet
         if chunks:
             traces.append(LayerTrace(digest=layer.digest, chunks=chunks))
-    if not traces:
-        raise ConflictError(
-            f"nothing of environment {name!r} has been read from a store",
-            hint="make a sandbox from it, do what is usually done there, and ask again",
-        )
-    return EnvironmentTrace(name=name, layers=tuple(traces))
+    return tuple(traces)

@@ -59,6 +59,7 @@ _ADMIN: Final = (
     Method.MACHINE_PULL,
     Method.MACHINE_COMMIT,
     Method.MACHINE_COLLAPSE,
+    Method.MACHINE_TRACE,
     Method.DOCTOR,
 )
 

@@ -18,7 +18,7 @@ from dsec.sdk.environments import told
 from dsec.sdk.requests import as_list
 from dsec.sdk.transport import Transport
 from dsec.wire.disks import MachineCommit, MachinePull
-from dsec.wire.environments import BuildEvent, MachineBuild, PushTarget
+from dsec.wire.environments import BuildEvent, EnvironmentTrace, MachineBuild, PushTarget
 from dsec.wire.machines import MachineImport, MachineInfo, MachinePage
 
 E = TypeVar("E", bound=StrEnum)
@@ -146,6 +146,14 @@ class AsyncMachines:
             repeatable=True,
             timeout_s=_COPY_TIMEOUT_S,
         )
+
+    async def trace(self, name: str) -> EnvironmentTrace:
+        """Records in the store what has been read of an image's disk so far, so that other nodes load that first.
+
+        ConflictError when nothing was read; UnsupportedError for a store that is read only.
+        """
+        path = f"/machines/{parse_name(name, 'image name')}:trace"
+        return await self._transport.call("POST", path, EnvironmentTrace, repeatable=True)
 
     async def remove(self, name: str, *, missing_ok: bool = False) -> None:
         """Removes an image. Machines of it run on. Raises EnvironmentNotFoundError."""

@@ -97,6 +97,7 @@ class Method(enum.StrEnum):
     MACHINE_PULL = "machine_pull"  # disks.MachinePull → machines.MachineInfo
     MACHINE_COMMIT = "machine_commit"  # disks.SandboxCommit → machines.MachineInfo
     MACHINE_COLLAPSE = "machine_collapse"  # machines.MachineRef → machines.MachineInfo
+    MACHINE_TRACE = "machine_trace"  # machines.MachineRef → environments.EnvironmentTrace
     MACHINE_REMOVE = "machine_remove"  # machines.MachineRef → Done
     CALL = "call"  # calls.CallRequest → calls.CallAnswer
     CALL_TYPES = "call_types"  # Nothing → calls.TaskTypePage

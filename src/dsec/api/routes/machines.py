@@ -14,7 +14,7 @@ from dsec.core.ids import parse_name
 from dsec.wire.api import TYPE_NDJSON
 from dsec.wire.codec import unpack
 from dsec.wire.disks import MachineCommit, MachinePull, MachinePush, SandboxCommit
-from dsec.wire.environments import BuildEvent, MachineBuild, PushTarget
+from dsec.wire.environments import BuildEvent, EnvironmentTrace, MachineBuild, PushTarget
 from dsec.wire.machines import MachineImport, MachineInfo, MachinePage, MachineRef
 from dsec.wire.node import Done, Method, Nothing, Right
 from dsec.wire.records import SandboxRef
@@ -82,6 +82,10 @@ async def collapse_machine(request: Request) -> Answer:
     return await request.forward(
         Method.MACHINE_COLLAPSE, MachineRef(_name(request)), MachineInfo, timeout_s=_COPY_TIMEOUT_S
     )
+
+
+async def trace_machine(request: Request) -> Answer:
+    return await request.forward(Method.MACHINE_TRACE, MachineRef(_name(request)), EnvironmentTrace)
 
 
 def _name(request: Request) -> str:
@@ -183,6 +187,16 @@ ROUTES = (
         Right.ADMIN,
         answer=MachineInfo,
         statuses=(404, 429, 501),
+        mutates=True,
+    ),
+    Route(
+        "POST",
+        "/v1/machines/{name}:trace",
+        trace_machine,
+        "Record in the stores what has been read of an image's disk, for other nodes to load first.",
+        Right.ADMIN,
+        answer=EnvironmentTrace,
+        statuses=(404, 409, 501),
         mutates=True,
     ),
     Route(

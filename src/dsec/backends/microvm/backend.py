@@ -20,7 +20,7 @@ from dsec.backends.vm import machine
 from dsec.backends.vm.backend import MachineBackend
 from dsec.backends.vm.capture import Below, Source
 from dsec.backends.vm.clones import awaken, check_same, disk_of, memory_of, processors_of
-from dsec.backends.vm.disks import check_layers, has_blob, layer_binds
+from dsec.backends.vm.disks import check_layers, digest_of, has_blob, layer_binds
 from dsec.backends.vm.driver import DISK_NAME
 from dsec.backends.vm.drivers import VmDriver
 from dsec.backends.vm.firecracker_driver import watch_memory
@@ -112,7 +112,9 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
     async def _make(
         self, instance: InstanceSpec, wanted: _Wanted, record: MicrovmRecord, cgroups: CgroupPlan
     ) -> MicrovmInstance:
-        layers = await asyncio.to_thread(layer_binds, instance.layers, self._config.images_dir)
+        layers = await asyncio.to_thread(
+            layer_binds, instance.layers, self._config.images_dir, persistent=self._config.layer_device == "pmem"
+        )
         if wanted.saved is not None:
             return await self._clone(instance, wanted, record, cgroups, wanted.saved.template, layers)
         async with self._templates.held(lambda: self._template(wanted, layers)) as template:
@@ -238,8 +240,8 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
 
     def _forget_layers(self, kept: set[str]) -> None:
         self._templates.drop_made_of(lambda made_of: set(made_of.get("layers", "").split()) <= kept)
-        for image in self._config.images_dir.glob("*.erofs"):
-            if image.stem not in kept:
+        for image in self._config.images_dir.glob("*.*"):
+            if digest_of(image) not in kept:
                 image.unlink(missing_ok=True)
 
 

@@ -12,6 +12,7 @@ from dsec.core.limits import GIB
 
 MONITORS: Final = ("auto", "qemu", "firecracker")
 MEMORIES: Final = ("mapped", "served")
+LAYER_DEVICES: Final = ("blk", "pmem")
 ACCELERATORS: Final = ("auto", "kvm", "tcg")
 # sun_path holds 108 bytes; "<run>/vm/<sandbox id>/agent" takes 39 of them.
 RUN_DIR_BYTES_MAX: Final = 60
@@ -33,6 +34,7 @@ class MicrovmConfig:
     disk_bytes: int = 10 * GIB  # of a sandbox that asks for no other; only what is written takes room
     templates: Path | None = None  # directory of templates, if not in the state directory
     templates_max: int = 16  # kept; those that were not used for longest go
+    layer_device: str = "blk"  # or "pmem": guests share the pages of layers; QEMU only
     page_out: bool = True  # memory of paused ones goes to swap, where the host has any
     boot_s: float = 120.0  # for a template to come up
 
@@ -53,12 +55,19 @@ class MicrovmConfig:
         return self.state_dir / "vm" / "images"
 
     def __post_init__(self) -> None:
+        if self.layer_device == "pmem" and self.monitor == "firecracker":
+            raise InvalidArgumentError('layer_device = "pmem" needs QEMU', hint='set monitor = "qemu"')
         if len(str(self.run_dir)) > RUN_DIR_BYTES_MAX:
             raise InvalidArgumentError(
                 f"the run directory {self.run_dir} is longer than {RUN_DIR_BYTES_MAX} bytes",
                 hint="UNIX socket paths are short; choose a shorter one",
             )
-        for name, allowed in (("accelerator", ACCELERATORS), ("monitor", MONITORS), ("memory", MEMORIES)):
+        for name, allowed in (
+            ("accelerator", ACCELERATORS),
+            ("monitor", MONITORS),
+            ("memory", MEMORIES),
+            ("layer_device", LAYER_DEVICES),
+        ):
             if (value := getattr(self, name)) not in allowed:
                 choices = ", ".join(map(repr, allowed))
                 raise InvalidArgumentError(f"{name} must be one of {choices}, not {value!r}")

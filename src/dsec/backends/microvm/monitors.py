@@ -17,7 +17,7 @@ from dsec.backends.vm.drivers import Machine, VmDriver
 from dsec.backends.vm.firecracker import find_firecracker
 from dsec.backends.vm.firecracker_driver import FirecrackerDriver, FirecrackerMachine
 from dsec.backends.vm.initramfs import build_initramfs
-from dsec.backends.vm.kernel import GuestKernel, content_digest, fetch_kernel, find_kernel
+from dsec.backends.vm.kernel import MODULES, PERSISTENT, GuestKernel, content_digest, fetch_kernel, find_kernel
 from dsec.backends.vm.qemu import find_qemu, weaknesses
 from dsec.backends.vm.qemu_machine import QemuMachine
 from dsec.binaries import find_binary
@@ -51,7 +51,7 @@ async def choose_monitor(config: MicrovmConfig) -> Chosen:
     else:
         qemu = find_qemu(config.qemu)
         accelerator = await choose_accelerator(config.accelerator, qemu, kernel, cache=config.cache_dir)
-        driver = Driver(qemu, accelerator.name, kernel.vmlinux, initramfs)
+        driver = Driver(qemu, accelerator.name, kernel.vmlinux, initramfs, config.layer_device == "pmem")
         emulated = accelerator.name == "tcg"
         processor = f"emulated: {accelerator.reason}" if emulated else "kvm"
         weak = weaknesses(emulated=emulated, keeps_templates=qemu.keeps_templates)
@@ -73,7 +73,11 @@ def control_of(monitor: str, sockets: Path, *, owner: int) -> Machine:
 
 async def _why_not_firecracker(config: MicrovmConfig, kernel: GuestKernel) -> str | None:
     """Raises UnsupportedError or HostError when it is asked for by name."""
-    if config.monitor == "qemu" or (config.monitor == "auto" and config.accelerator == "tcg"):
+    if (
+        config.monitor == "qemu"
+        or config.layer_device == "pmem"
+        or (config.monitor == "auto" and config.accelerator == "tcg")
+    ):
         return "as configured"
     try:
         firecracker = find_firecracker(config.firecracker)
@@ -88,4 +92,8 @@ async def _why_not_firecracker(config: MicrovmConfig, kernel: GuestKernel) -> st
 
 
 def _kernel(config: MicrovmConfig) -> GuestKernel:
-    return find_kernel(config.cache_dir, config.kernel) or fetch_kernel(config.cache_dir, config.kernel)
+    modules: tuple[str, ...] = MODULES
+    cache = config.cache_dir
+    if config.layer_device == "pmem":
+        modules, cache = (*MODULES, *PERSISTENT), config.cache_dir / "pmem"  # others have theirs
+    return find_kernel(cache, config.kernel, modules) or fetch_kernel(cache, config.kernel, modules)

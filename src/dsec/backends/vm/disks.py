@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import subprocess
 import tempfile
@@ -10,11 +11,13 @@ from typing import Final
 
 from dsec.backends.base import Layer
 from dsec.core.errors import HostError, StorageError, UnsupportedError
+from dsec.core.limits import MIB
 from dsec.image.erofs import features, mkfs_program
 from dsec.wire.jail import JailBind
 
 # Serial numbers, devices and interrupts of a small machine: two for a layer, and six that it has anyway.
 LAYERS_MAX: Final = 12
+_PMEM_BYTES: Final = 2 * MIB  # what a processor maps at once
 _MAKE_S: Final = 1_800
 _ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
@@ -27,19 +30,41 @@ def check_layers(layers: tuple[Layer, ...]) -> None:
         )
 
 
-def layer_binds(layers: tuple[Layer, ...], images: Path) -> list[JailBind]:
+def layer_binds(layers: tuple[Layer, ...], images: Path, *, persistent: bool = False) -> list[JailBind]:
     """Each layer at `/layers/N.meta` and `.blob` of the jail. A layer that is a directory becomes an image first, once.
+
+    `persistent`: files that are to be seen as memory, which has sizes of 2 MiB: copies of that size, once; of a layer
+    in a store that loads all of it.
 
     Blocking. Raises StorageError.
     """
     binds: list[JailBind] = []
     for number, layer in enumerate(layers):
-        meta = layer.meta if layer.kind == "erofs" else str(_image_of(layer, images))
-        binds.append(JailBind(readable(meta), f"/layers/{number}.meta"))
+        meta = layer.meta if layer.kind == "erofs" else str(_image_of(layer, images, flat=persistent))
+        files = {"meta": meta}
         if has_blob(layer):
             assert layer.blob is not None
-            binds.append(JailBind(readable(layer.blob), f"/layers/{number}.blob"))
+            files["blob"] = layer.blob
+        for part, path in files.items():
+            path = str(_padded(Path(path), images / f"{layer.digest}.{part}.pmem")) if persistent else path
+            binds.append(JailBind(readable(path), f"/layers/{number}.{part}"))
     return binds
+
+
+def digest_of(image: Path) -> str:
+    """Of the layer that a file in the directory of images was made of."""
+    return image.name.partition(".")[0]
+
+
+def _padded(source: Path, target: Path) -> Path:
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(prefix="new-", dir=target.parent) as work:
+            early = Path(work) / "image"
+            copy_disk(source, early)
+            os.truncate(early, -(-early.stat().st_size // _PMEM_BYTES) * _PMEM_BYTES)
+            early.rename(target)
+    return target
 
 
 def readable(path: str) -> str:
@@ -77,8 +102,9 @@ def drop_holes(path: Path) -> None:
     early.rename(path)
 
 
-def _image_of(layer: Layer, images: Path) -> Path:
-    target = images / f"{layer.digest}.erofs"
+def _image_of(layer: Layer, images: Path, *, flat: bool = False) -> Path:
+    """`flat`: no data between the metadata, which could not be mapped."""
+    target = images / (f"{layer.digest}.flat.erofs" if flat else f"{layer.digest}.erofs")
     if target.exists():
         return target
     program = mkfs_program()
@@ -92,6 +118,7 @@ def _image_of(layer: Layer, images: Path) -> Path:
         early = Path(work) / "image"
         # The image's time is fixed, each file keeps its own.
         times = ["-T0", "--mkfs-time"] if "--mkfs-time" in features(program) else ["--preserve-mtime"]
+        times += ["-Enoinline_data"] if flat else []
         _run(program, *times, "-U", "clear", str(early), layer.meta, missing="")
         early.rename(target)
     return target

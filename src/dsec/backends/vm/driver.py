@@ -8,6 +8,7 @@ maps the file privately and loads the rest.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ from typing import ClassVar, Final
 from dsec.backends.vm import machine
 from dsec.backends.vm.disks import make_disk
 from dsec.backends.vm.initramfs import plan_text, with_plan
-from dsec.backends.vm.machine import Drive, Shape
+from dsec.backends.vm.machine import Drive, Persistent, Shape
 from dsec.backends.vm.monitor import Confines, MonitorProcess
 from dsec.backends.vm.qcow2 import write_overlay
 from dsec.backends.vm.qemu import tsc_khz
@@ -34,12 +35,14 @@ DISK_NAME: Final = "disk.qcow2"
 class Driver(Runner):
     vmlinux: Path
     initramfs: Path
+    persistent: bool = False  # layers are memory to the guest, not disks
     name: ClassVar[str] = "qemu"
     saves: ClassVar[bool] = True
 
     @property
     def identity(self) -> dict[str, str]:
-        return {"monitor": self.qemu.text, "accelerator": self.accelerator}
+        layers = {"layer_device": "pmem"} if self.persistent else {}
+        return {"monitor": self.qemu.text, "accelerator": self.accelerator, **layers}
 
     @property
     def shown(self) -> dict[str, str]:
@@ -57,7 +60,7 @@ class Driver(Runner):
     ) -> AsyncIterator[QemuMachine]:
         """A machine that boots in `directory`, of whose memory a template can be made. Its end is the block's."""
         plan = plan_text(
-            layers=[(f"l{n}", f"l{n}b" if apart else None) for n, (_, apart) in enumerate(shape.layers)],
+            layers=self._names(shape),
             disk="disk",
             pids=shape.pids,
         )
@@ -65,7 +68,7 @@ class Driver(Runner):
         binds = [*layers, JailBind(str(directory), machine.TEMPLATE, writable=True)]
         binds.append(JailBind(str(self.vmlinux), "/boot/vmlinux"))
         drive = Drive("disk", f"{machine.TEMPLATE}/{DISK}", writable=True)
-        argv = self._argv(shape, drive, memory=machine.template_memory(shape.memory_bytes))
+        argv = self._argv(shape, drive, layers, memory=machine.template_memory(shape.memory_bytes))
         argv += machine.console_file(f"{machine.TEMPLATE}/{CONSOLE}")
         argv += machine.boot_arguments(
             kernel="/boot/vmlinux",
@@ -123,7 +126,8 @@ class Driver(Runner):
         ]
         below = tuple(f"{machine.TEMPLATE}/{name}" for name in (*reversed(template.overlays), DISK))
         drive = Drive("disk", machine.DISK, format="qcow2", writable=True, below=below)
-        argv = self._argv(shape, drive, memory=machine.clone_memory(shape.memory_bytes, read_only=keeps))
+        memory = machine.clone_memory(shape.memory_bytes, read_only=keeps)
+        argv = self._argv(shape, drive, layers, memory=memory)
         argv += machine.console_ring()
         return self.start(
             replace(confines, binds=(*confines.binds, *binds)), [*argv, *machine.incoming(bare=template.bare)]
@@ -143,13 +147,25 @@ class Driver(Runner):
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _argv(self, shape: Shape, disk: Drive, *, memory: str) -> list[str]:
+    def _names(self, shape: Shape) -> list[tuple[str, str | None]]:
+        """How the guest finds its layers: by serial number, or in the order of the devices."""
+        if not self.persistent:
+            return [(f"l{n}", f"l{n}b" if apart else None) for n, (_, apart) in enumerate(shape.layers)]
+        devices = (f"/dev/pmem{number}" for number in itertools.count())
+        return [(next(devices), next(devices) if apart else None) for _, apart in shape.layers]
+
+    def _argv(self, shape: Shape, disk: Drive, layers: list[JailBind], *, memory: str) -> list[str]:
+        drives, persistent = machine.drives_of(shape, disk=disk), []
+        if self.persistent:
+            drives = [disk]
+            persistent = [Persistent(layer.target, Path(layer.source).stat().st_size) for layer in layers]
         return [
             str(self.qemu.path),
             *machine.machine_arguments(
                 shape,
                 accelerator=self.accelerator,
-                drives=machine.drives_of(shape, disk=disk),
+                drives=drives,
+                persistent=persistent,
                 memory=memory,
                 firmware=str(self.qemu.firmware),
             ),

@@ -23,6 +23,7 @@ PACKAGE: Final = "linux-image-6.12-cloud-amd64"
 # What a guest drives and mounts; what is part of the kernel itself is passed over.
 MODULES: Final = ("virtio_mmio", "virtio_pci", "virtio_blk", "virtio_console", "virtio_rng", "virtio_balloon", "ext4",
                   "erofs", "overlay", "vmw_vsock_virtio_transport")  # fmt: skip
+PERSISTENT: Final = ("nd_pmem", "virtio_pmem")  # where layers are memory to the guest
 _FETCH_S: Final = 600
 _BOUNDED: Final = ("-o", "Acquire::http::Timeout=20", "-o", "Acquire::https::Timeout=20", "-o", "Acquire::Retries=2")
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dsec.core.limits import MIB
+from dsec.core.limits import GIB, MIB
 
 GENERATION: Final = 1  # of what is below: state of another one does not fit
 EMULATOR_BYTES: Final = 256 * MIB  # of host memory beside the guest's: code, translated code, buffers
@@ -48,6 +48,14 @@ class Drive:
     below: tuple[str, ...] = ()  # what it stands on, topmost first: all are qcow2 but the last, which is raw
 
 
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """A file that the guest sees as memory which is there already: all machines share its pages."""
+
+    path: str  # in the jail
+    size_bytes: int  # a multiple of 2 MiB
+
+
 def drives_of(shape: Shape, *, disk: Drive) -> list[Drive]:
     drives: list[Drive] = []
     for number, (_, apart) in enumerate(shape.layers):
@@ -64,8 +72,10 @@ def machine_arguments(
     drives: Sequence[Drive],
     memory: str,
     firmware: str,
+    persistent: Sequence[Persistent] = (),
 ) -> list[str]:
-    """Everything but the program and what it starts from. `memory`: the backend object's arguments.
+    """Everything but the program and what it starts from. `memory`: the backend object's arguments. `persistent`: files
+    that the guest sees as memory; then it is a PC with a PCI bus, as that needs one.
 
     No balloon: on a clone it would reach into its template's memory (QEMU before 8.2) or give nothing back (since);
     a template has little to give: 94 MiB of 256 without, 92 after 5 s of reporting free pages.
@@ -75,10 +85,15 @@ def machine_arguments(
     arguments = ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-L", firmware]
     arguments += ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]
     arguments += ["-object", memory]
-    arguments += ["-M", "microvm,rtc=on,memory-backend=ram0", "-accel", accel, "-bios", "qboot.rom"]
+    kind = "q35,sata=off,smbus=off,usb=off,vmport=off" if persistent else "microvm,rtc=on"
+    bus = "pci" if persistent else "device"
+    arguments += ["-M", f"{kind},memory-backend=ram0", "-accel", accel, "-bios", "qboot.rom"]
     arguments += ["-cpu", "max" if tcg else "host", "-smp", str(shape.processors)]
-    arguments += ["-m", f"size={shape.memory_bytes // MIB}M"]
-    arguments += ["-device", "virtio-serial-device,max_ports=3"]
+    arguments += ["-m", f"size={shape.memory_bytes // MIB}M{_room_for(shape, persistent)}"]
+    for number, file in enumerate(persistent):
+        memdev = f"memory-backend-file,id=pm{number},size={file.size_bytes},mem-path={file.path},share=on,readonly=on"
+        arguments += ["-object", memdev, "-device", f"virtio-pmem-pci,memdev=pm{number},id=nv{number}"]
+    arguments += ["-device", f"virtio-serial-{bus},max_ports=3"]
     for number, name in enumerate(("agent", "bell"), 1):
         arguments += ["-chardev", f"socket,id={name},path={SOCKETS}/{name},server=on,wait=off"]
         arguments += ["-device", f"virtserialport,chardev={name},nr={number},name={name}"]
@@ -86,10 +101,18 @@ def machine_arguments(
         arguments += ["-blockdev", _blockdev(drive)]
         # What cannot be read or written is an error to the guest: nobody looks after a machine that QEMU has stopped.
         errors = "rerror=report,werror=report"
-        arguments += ["-device", f"virtio-blk-device,drive={drive.serial},serial={drive.serial},{errors}"]
-    arguments += ["-device", "virtio-rng-device"]
+        arguments += ["-device", f"virtio-blk-{bus},drive={drive.serial},serial={drive.serial},{errors}"]
+    arguments += ["-device", f"virtio-rng-{bus}"]
     arguments += ["-qmp", f"unix:{SOCKETS}/qmp,server=on,wait=off"]
     return [*arguments, "-serial", "chardev:console"]
+
+
+def _room_for(shape: Shape, persistent: Sequence[Persistent]) -> str:
+    """Addresses beside the memory, for files that are seen as memory."""
+    if not persistent:
+        return ""
+    most = shape.memory_bytes + sum(file.size_bytes for file in persistent) + len(persistent) * GIB
+    return f",slots={len(persistent)},maxmem={-(-most // GIB)}G"
 
 
 def _blockdev(drive: Drive) -> str:
