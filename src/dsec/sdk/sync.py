@@ -700,6 +700,13 @@ class Machines(Blocking[AsyncMachines]):
         """Makes the layers of an image's disk above the lowest one; machines see the same. It needs qemu-img."""
         return portal().run(self._async.collapse(name))
 
+    def trace(self, name: str) -> EnvironmentTrace:
+        """Records in the store what has been read of an image's disk so far, so that other nodes load that first.
+
+        ConflictError when nothing was read; UnsupportedError for a store that is read only.
+        """
+        return portal().run(self._async.trace(name))
+
     def remove(self, name: str, *, missing_ok: bool = False) -> None:
         """Removes an image. Machines of it run on. Raises EnvironmentNotFoundError."""
         portal().run(self._async.remove(name, missing_ok=missing_ok))
