@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -373,7 +374,9 @@ async def test_a_preload_that_fails_is_told_with_its_last_words(
 # ---- snapshots, forks, rollbacks -----------------------------------------------------------------------
 
 # Writes what time it is, again and again, to where only memory is.
-TICKS = "while :; do echo $EPOCHREALTIME >> /dev/shm/ticks; sleep .05; done"
+# Without a process for each sleep, which an emulated machine takes long for.
+_NAP = "mkfifo /tmp/nap$$; exec 3<>/tmp/nap$$; nap() { read -t $1 -u 3; }; "
+TICKS = _NAP + "while :; do echo $EPOCHREALTIME >> /dev/shm/ticks; nap .05; done"
 WHO = "cat /etc/machine-id /etc/hostname; head -c 16 /dev/urandom | od -An -tx1"
 
 
@@ -473,3 +476,69 @@ async def test_a_snapshot_that_was_damaged_is_told_as_such_and_harms_nobody(
             await client.create(snapshot=snapshot, timeout_s=60)
     assert (await sb.exec("echo unharmed")).stdout == "unharmed\n"
     await snapshot.remove()
+
+
+# ---- deep pauses ---------------------------------------------------------------------------------------
+
+COUNT = _NAP + "for i in $(seq 60); do echo $i $EPOCHREALTIME; nap .05; done; exit 7"
+
+
+@in_module
+async def test_a_deep_pause_leaves_nothing_to_run_and_loses_nothing(
+    machines: tuple[Place, LocalService, AsyncClient],
+) -> None:
+    place, service, client = machines
+    saved = place.state / "vm" / "saved"
+    async with place.no_leaks():
+        sandbox = await create(client)
+        running = await sandbox.start(COUNT)
+        monitor = instance_of(service, sandbox).pid
+
+        info = await sandbox.pause(deep=True)
+        paused_at = time.time()
+        assert (info.state, info.asleep, Path(f"/proc/{monitor}").exists()) == ("paused", True, False)
+        await asyncio.sleep(1.0)
+        resumed_at = time.time()
+        await sandbox.exec("echo in memory > /dev/shm/kept")  # the next use resumes it
+        result = await running.wait(60)
+
+        numbers, times = zip(*(line.split() for line in result.stdout.splitlines()), strict=True)
+        assert (result.exit_code, list(map(int, numbers))) == (7, list(range(1, 61)))
+        assert not [when for when in map(float, times) if paused_at < when < resumed_at - 0.3]
+        assert max(map(float, times)) > resumed_at
+        assert ((await sandbox.refresh()).asleep, list(saved.iterdir())) == (False, [])
+
+        await sandbox.pause(deep=True)
+        snapshot = await sandbox.snapshot()  # of one that sleeps
+        await sandbox.destroy()
+        async with await client.create(snapshot=snapshot, timeout_s=60) as other:
+            assert (await other.exec("cat /dev/shm/kept")).stdout == "in memory\n"
+        await snapshot.remove()
+        await eventually(lambda: not list(saved.iterdir()))
+
+
+@pytest.mark.slow
+async def test_kill_9_of_the_node_wakes_nobody_and_a_reboot_ends_nobody_who_sleeps(small_store: Path) -> None:
+    with private_place(small_store) as place:
+        place.start_process()
+        async with AsyncClient(place.url) as client:
+            await place.ready(client)
+            try:
+                sandbox = await create(client)
+            except errors.UnsupportedError as error:
+                pytest.skip(f"microvm: {error.message}")
+            running = await sandbox.start(COUNT)
+            await sandbox.pause(deep=True)
+            place.kill_node()
+            shutil.rmtree(place.run / "vm")  # as a reboot does
+            place.start_process()
+            await place.ready(client)
+
+            again = await client.connect(sandbox.id)
+            assert (again.info.state, again.info.asleep) == ("paused", True)
+            await again.resume()
+            result = await (await again.attach(running.id)).wait(120)
+
+            assert result.exit_code == 7
+            assert [int(line.split()[0]) for line in result.stdout.splitlines()] == list(range(1, 61))
+            await again.destroy()

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from dsec.backends.base import Layer
 from dsec.core.spec import Environment
 from dsec.wire.screens import Picture, ScreenRequest, ScreenSize
 
@@ -73,4 +74,36 @@ class KeepsMachines(Protocol):
 
     async def keep_machines(self, ids: Collection[str], records: Collection[bytes]) -> None:
         """Removes all but these, those that the instances of these records need, and those that are held."""
+        ...
+
+
+@runtime_checkable
+class Sleeps(Protocol):
+    """An instance whose memory can be on the disk while it is paused. Called as `Instance` is, one at a time:
+    pause, save, (its record is written down), sleep; wake, (its record is written down), resume."""
+
+    @property
+    def can_sleep(self) -> bool: ...
+
+    @property
+    def asleep(self) -> bool:
+        """Nothing of it runs; its record says so."""
+        ...
+
+    async def save(self) -> None:
+        """Of one that is paused: all of it is on the disk, and its record says that it sleeps. Raises what a snapshot
+        raises; then it is paused as before."""
+        ...
+
+    async def stay(self) -> None:
+        """After `save`: it is paused as before it."""
+        ...
+
+    async def sleep(self) -> None:
+        """After `save`: it takes neither memory nor processor any more. Raises HostError; it may be asked for again."""
+        ...
+
+    async def wake(self, layers: tuple[Layer, ...]) -> None:
+        """It is paused again, and its record says that. `layers`: its own. Raises LaunchError, StorageError,
+        UnsupportedError: then it sleeps on."""
         ...

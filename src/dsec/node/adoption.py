@@ -110,7 +110,13 @@ class Adoption:
             )
 
     def _register(self, row: SandboxRow) -> Supervisor:
-        if row.boot_id != self._boot_id and row.state != SandboxState.DESTROYING:
+        if row.asleep and row.state != SandboxState.DESTROYING:
+            # It is on the disk, whatever was about to become of it; the monotonic time of another boot says nothing.
+            since = row.paused_monotonic_s if row.boot_id == self._boot_id else None
+            row = msgspec.structs.replace(
+                row, state=str(SandboxState.PAUSED), boot_id=self._boot_id, paused_monotonic_s=since
+            )
+        elif row.boot_id != self._boot_id and row.state != SandboxState.DESTROYING:
             # Nothing of it runs any more: a listing must not say that it does.
             row = msgspec.structs.replace(
                 row,

@@ -178,6 +178,7 @@ class Node:
             collect=self._collect_soon,
             records=self._record_place,
             read_failure=self.environments.read_failure,
+            layers=self.environments.layers,
             volumes=self.volumes,
             links=NodeLinks(self.registry, self._tasks, self._sleep),
         )

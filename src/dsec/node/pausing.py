@@ -9,8 +9,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
+from dsec.backends.machines import Sleeps
 from dsec.core import limits
-from dsec.core.errors import DeadlineError, DsecError, SandboxStateError, UnavailableError
+from dsec.core.clock import Clock
+from dsec.core.errors import (
+    DeadlineError,
+    DsecError,
+    NotFoundError,
+    SandboxStateError,
+    StorageError,
+    UnavailableError,
+    UnsupportedError,
+)
 from dsec.core.states import EndCause, SandboxState
 from dsec.node.lifetime import resumed_row
 from dsec.node.services import Services
@@ -24,11 +34,21 @@ class Pausing:
         self._sandbox = sandbox
         self._services = services
 
-    async def pause(self) -> None:
+    async def pause(self, *, deep: bool = False) -> None:
+        """`deep`: its memory goes to the disk, and nothing of it is left to run. Should that fail, it is paused."""
         sandbox, clock = self._sandbox, self._services.clock
         sandbox.check_alive()
-        if sandbox.state is SandboxState.PAUSED:
-            return
+        if deep and not (isinstance(sandbox.instance, Sleeps) and sandbox.instance.can_sleep):
+            raise UnsupportedError(
+                f"{sandbox.row.spec.substrate} sandboxes on this node cannot be paused deeply", sandbox=sandbox.id
+            )
+        if sandbox.state is not SandboxState.PAUSED:
+            await self._pause(clock)
+        if deep:
+            await self._sleep()
+
+    async def _pause(self, clock: Clock) -> None:
+        sandbox = self._sandbox
         await self._stop()
         left = sandbox.lifetime.running_left_s
         sandbox.lifetime.pause()
@@ -40,6 +60,36 @@ class Pausing:
             running_left_s=left,
         )
 
+    async def _sleep(self) -> None:
+        """What the journal says decides: from that on it sleeps, whatever still runs of it."""
+        sandbox = self._sandbox
+        instance = sandbox.instance
+        assert isinstance(instance, Sleeps)
+        if not instance.asleep:
+            await instance.save()
+            try:
+                await sandbox.move(SandboxState.PAUSED, record=sandbox.instance.record, asleep=True)
+            except BaseException:
+                await instance.stay()
+                raise
+        await instance.sleep()
+
+    async def _wake(self) -> None:
+        """It stands still again; what the journal says of that comes before it goes on."""
+        sandbox = self._sandbox
+        instance = sandbox.instance
+        if not isinstance(instance, Sleeps) or not instance.asleep:
+            return
+        try:
+            hold, layers = await self._services.layers(sandbox.row.layers)
+        except NotFoundError as error:
+            raise StorageError(f"a layer of the sandbox is lost: {error.message}") from error
+        try:
+            await instance.wake(layers)
+        finally:
+            hold.release()  # the sandbox has its own
+        await sandbox.move(SandboxState.RESUMING, record=sandbox.instance.record, asleep=False)
+
     async def resume(self) -> None:
         sandbox = self._sandbox
         sandbox.check_alive()
@@ -49,6 +99,7 @@ class Pausing:
             raise SandboxStateError(f"the sandbox is {sandbox.row.state} and cannot be resumed", sandbox=sandbox.id)
         await sandbox.move(SandboxState.RESUMING)
         try:
+            await self._wake()
             await sandbox.instance.resume()
         except BaseException:
             await sandbox.move_anyway(SandboxState.PAUSED)

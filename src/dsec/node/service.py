@@ -75,7 +75,7 @@ class Service:
             Method.LIST: (records.ListQuery, self._list),
             Method.DESTROY: (records.SandboxRef, self._destroy),
             Method.SET_TTL: (wire.SetTtl, self._set_ttl),
-            Method.PAUSE: (records.SandboxRef, self._pause),
+            Method.PAUSE: (records.PauseRequest, self._pause),
             Method.RESUME: (records.SandboxRef, self._resume),
             Method.JOB_COUNT: (JobQuery, self._job_count),
             Method.JOB_ACT: (JobOrder, self._job_act),
@@ -232,9 +232,9 @@ class Service:
         await sandbox.set_ttl(request.ttl)
         return sandbox.view()
 
-    async def _pause(self, request: records.SandboxRef, caller: Caller, _: str | None) -> records.Sandbox:
+    async def _pause(self, request: records.PauseRequest, caller: Caller, _: str | None) -> records.Sandbox:
         sandbox = self._sandbox(request.id, caller)
-        await sandbox.pause()
+        await sandbox.pause(deep=request.deep)
         return sandbox.view()
 
     async def _resume(self, request: records.SandboxRef, caller: Caller, _: str | None) -> records.Sandbox:

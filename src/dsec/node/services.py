@@ -13,6 +13,8 @@ from dsec.node.recordplace import RecordPlace
 from dsec.node.tasks import Tasks
 
 if TYPE_CHECKING:
+    from dsec.backends.base import Layer
+    from dsec.node.environments import Hold
     from dsec.node.links import NodeLinks
     from dsec.node.volumes import Volumes
 
@@ -33,6 +35,7 @@ class Services:
     collect: Callable[[], None]  # soon, for layers that nothing may name any more
     records: RecordPlace
     read_failure: Callable[[Sequence[str], float], Awaitable[str | None]]  # as of Environments
+    layers: Callable[[Sequence[str]], Awaitable[tuple[Hold, tuple[Layer, ...]]]]  # as of Environments
     volumes: Volumes
     links: NodeLinks
     closing: bool = False

@@ -406,13 +406,13 @@ class Supervisor:
 
     # -- pause and resume --------------------------------------------------------------------------
 
-    async def pause(self) -> None:
+    async def pause(self, *, deep: bool = False) -> None:
         """Raises UnsupportedError, FreezeTimeoutError (it runs on), GoneError. Paused already is success."""
         if not self.backend.capabilities.pause:
             raise UnsupportedError(
                 f"{self.row.spec.substrate} sandboxes on this node cannot be paused", sandbox=self.id
             )
-        await self.serially(self.pausing.pause)
+        await self.serially(lambda: self.pausing.pause(deep=deep))
 
     async def resume(self) -> None:
         await self.serially(self.pausing.resume)

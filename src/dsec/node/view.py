@@ -40,6 +40,7 @@ def view_of(
         ttl_running_s=row.ttl_running_s,
         ttl_idle_s=row.ttl_idle_s,
         idle_since=idle_since,
+        asleep=row.asleep,
         incarnation=row.incarnation,
         execs_live=execs.live_count,
         cause=row.end_cause,

@@ -217,9 +217,24 @@ class AsyncSandbox:
         """Replaces both times to live; None is none. `ttl_running_s` counts from now."""
         return await self._told("PUT", "/ttl", TtlRequest(ttl_running_s=ttl_running_s, ttl_idle_s=ttl_idle_s))
 
-    async def pause(self) -> SandboxInfo:
-        """Stops all of it and keeps its memory. The next use resumes it first; its times to live stand still."""
-        return await self._told("POST", "/pause")
+    async def pause(self, *, deep: bool = False) -> SandboxInfo:
+        """Stops all of it and keeps its memory. The next use resumes it first; its times to live stand still.
+
+        `deep`, of virtual machines: its memory goes to the disk, and nothing of it takes memory or processor any more,
+        even over a reboot of its node. Raises UnsupportedError elsewhere, StorageError: then it is paused.
+        """
+        if not deep:
+            return await self._told("POST", "/pause")
+        self._info = await self._transport.call(
+            "POST",
+            f"{self._path}/pause",
+            SandboxInfo,
+            query={"deep": True},
+            repeatable=True,
+            long=True,
+            timeout_s=MAKING_TIMEOUT_S,
+        )
+        return self._info
 
     async def resume(self) -> SandboxInfo:
         """Lets a paused sandbox go on. One that runs is fine."""

@@ -1279,9 +1279,13 @@ class Sandbox(Blocking[AsyncSandbox]):
         """Replaces both times to live; None is none. `ttl_running_s` counts from now."""
         return portal().run(self._async.set_ttl(ttl_running_s=ttl_running_s, ttl_idle_s=ttl_idle_s))
 
-    def pause(self) -> SandboxInfo:
-        """Stops all of it and keeps its memory. The next use resumes it first; its times to live stand still."""
-        return portal().run(self._async.pause())
+    def pause(self, *, deep: bool = False) -> SandboxInfo:
+        """Stops all of it and keeps its memory. The next use resumes it first; its times to live stand still.
+
+        `deep`, of virtual machines: its memory goes to the disk, and nothing of it takes memory or processor any more,
+        even over a reboot of its node. Raises UnsupportedError elsewhere, StorageError: then it is paused.
+        """
+        return portal().run(self._async.pause(deep=deep))
 
     def resume(self) -> SandboxInfo:
         """Lets a paused sandbox go on. One that runs is fine."""

@@ -42,7 +42,7 @@ class Method(enum.StrEnum):
     LIST = "list"  # ListQuery → SandboxPage
     DESTROY = "destroy"  # SandboxRef → Sandbox; ended already is not an error
     SET_TTL = "set_ttl"  # OnSandbox[TtlRequest] → Sandbox
-    PAUSE = "pause"  # SandboxRef → Sandbox
+    PAUSE = "pause"  # PauseRequest → Sandbox
     RESUME = "resume"  # SandboxRef → Sandbox
     JOB_COUNT = "job_count"  # jobs.JobQuery → jobs.JobCounts
     JOB_ACT = "job_act"  # jobs.JobOrder → jobs.JobPart

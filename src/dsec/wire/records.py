@@ -42,6 +42,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     ttl_running_s: float | None = None
     ttl_idle_s: float | None = None
     idle_since: float | None = None  # None: busy now
+    asleep: bool = False  # paused, and on the disk alone
     incarnation: int = 1
     execs_live: int = 0
     ended_at: float | None = None
@@ -157,6 +158,11 @@ class TtlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 class SandboxRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
+
+
+class PauseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+    deep: bool = False  # its memory goes to the disk, and nothing of it is left to run
 
 
 # ---- execs ---------------------------------------------------------------------------------------

@@ -20,9 +20,19 @@ from dsec.core.states import SandboxState
 from dsec.wire.codec import to_json
 from dsec.wire.node import Method, Right, SetTtl
 from dsec.wire.plans import Explanation
-from dsec.wire.records import CreateRequest, ListQuery, Metrics, Sandbox, SandboxPage, SandboxRef, TtlRequest
+from dsec.wire.records import (
+    CreateRequest,
+    ListQuery,
+    Metrics,
+    PauseRequest,
+    Sandbox,
+    SandboxPage,
+    SandboxRef,
+    TtlRequest,
+)
 
 _CHANGE_TIMEOUT_S = 120.0  # pause, resume and destroy: the node has its own, shorter deadlines for their steps
+_PAUSE_TIMEOUT_S = 720.0  # a deep one writes memory to the disk, for which the node has ten minutes
 _STATES = frozenset(map(str, SandboxState))
 _WAIT = re.compile(r"wait=([0-9]{1,6}(?:\.[0-9]{1,3})?)\Z")
 
@@ -147,7 +157,8 @@ async def set_ttl(request: Request) -> Answer:
 
 
 async def pause_sandbox(request: Request) -> Answer:
-    return await request.forward(Method.PAUSE, SandboxRef(request.sandbox), Sandbox, timeout_s=_CHANGE_TIMEOUT_S)
+    asked = PauseRequest(request.sandbox, deep=request.query["deep"])
+    return await request.forward(Method.PAUSE, asked, Sandbox, timeout_s=_PAUSE_TIMEOUT_S)
 
 
 async def resume_sandbox(request: Request) -> Answer:
@@ -216,8 +227,9 @@ ROUTES = (
         "POST",
         "/v1/sandboxes/{id}/pause",
         pause_sandbox,
-        "Stop everything inside and keep its memory.",
+        "Stop everything inside and keep its memory; on the disk alone, if it is to be deep.",
         Right.USE,
+        params=(Param("deep", Kind.BOOL, "of virtual machines: nothing of it is left to run", default=False),),
         answer=Sandbox,
         statuses=(501,),
         mutates=True,

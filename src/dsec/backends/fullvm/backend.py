@@ -340,7 +340,26 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
 
     # ---- what is there ---------------------------------------------------------------------------
 
-    def _adopted(self, record: FullvmRecord, process: MonitorProcess) -> FullvmInstance:
+    def _size(self, record: FullvmRecord) -> Shape:
+        return msgspec.convert(record.shape, Shape)
+
+    async def _stand(self, record: FullvmRecord, saved: SavedMachine, layers: tuple[Layer, ...]) -> MonitorProcess:
+        assert self._facts is not None
+        driver, template = self._facts.driver, saved.template
+        manifest = msgspec.convert(record.more, Manifest)
+        image = with_data(MachineImage(saved.id, saved.directory, manifest), layers)
+        confines = self._confines(record, driver)
+        confines, argv = driver.clone_plan(template, Path(record.directory), image, self._size(record), confines)
+        process = driver.start(confines, argv)
+        try:
+            monitor = await driver.start_clone(process, template, confines.sockets, confines.uid, stand=True)
+        except BaseException:
+            await asyncio.shield(process.end())
+            raise
+        monitor.close()
+        return process
+
+    def _adopted(self, record: FullvmRecord, process: MonitorProcess | None) -> FullvmInstance:
         return FullvmInstance(self, record, process)
 
     async def keep_layers(self, digests: Collection[str]) -> None:

@@ -18,7 +18,7 @@ from dsec.core.machines import Agent
 class FullvmInstance(MachineInstance[FullvmRecord]):
     spare_of = b""  # of a spare: what it may become
 
-    def __init__(self, backend: Remover[FullvmRecord], record: FullvmRecord, process: MonitorProcess) -> None:
+    def __init__(self, backend: Remover[FullvmRecord], record: FullvmRecord, process: MonitorProcess | None) -> None:
         super().__init__(backend, record, process)
         self.screen = MachineScreen(self.control, Path(record.sockets), owner=record.uid, sandbox=record.sandbox)
         self._absent: asyncio.Transport | None = None
@@ -26,11 +26,12 @@ class FullvmInstance(MachineInstance[FullvmRecord]):
     async def connect(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
         if self.facts.agent is Agent.DSEC:
             return await super().connect(factory)
-        if self._process.ended.done():
+        process = self._process
+        if process is None or process.ended.done():
             raise SandboxFaultError(f"the machine of {self.id} has ended", sandbox=self.id)
         if self._absent is not None:
             self._absent.abort()
-        self._absent = await connect_absent(factory, boot_id=self.id, on_shutdown=self._process.kill)
+        self._absent = await connect_absent(factory, boot_id=self.id, on_shutdown=process.kill)
         return self._absent
 
     async def destroy(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from dsec.agent.client import AgentClient
-from dsec.backends.base import Capabilities, Instance, InstanceSpec, Keeps, Probe, Weakness
+from dsec.backends.base import Capabilities, Instance, InstanceSpec, Keeps, Layer, Probe, Weakness
 from dsec.backends.microvm.config import MicrovmConfig
 from dsec.backends.microvm.instance import MicrovmInstance
 from dsec.backends.microvm.monitors import choose_monitor, control_of
@@ -228,8 +228,28 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
 
     # ---- what is there ---------------------------------------------------------------------------
 
-    def _adopted(self, record: MicrovmRecord, process: MonitorProcess) -> MicrovmInstance:
-        watch_memory(process, Path(record.sockets), record.cgroups)
+    def _size(self, record: MicrovmRecord) -> Shape:
+        return msgspec.convert(record.shape, Shape)
+
+    async def _stand(self, record: MicrovmRecord, saved: SavedMachine, layers: tuple[Layer, ...]) -> MonitorProcess:
+        assert self._facts is not None
+        driver = self._facts.driver
+        binds = await asyncio.to_thread(layer_binds, layers, self._config.images_dir)
+        confines = self._confines(record, driver)
+        process = driver.spawn(saved.template, Path(record.directory), self._size(record), confines, binds)
+        found = driver.control(confines.sockets, owner=record.uid)
+        try:
+            await driver.go_on(found, process, saved.template, confines, stand=True)
+        except BaseException:
+            await asyncio.shield(process.end())
+            raise
+        finally:
+            found.close()
+        return process
+
+    def _adopted(self, record: MicrovmRecord, process: MonitorProcess | None) -> MicrovmInstance:
+        if process is not None:
+            watch_memory(process, Path(record.sockets), record.cgroups)
         control = control_of(record.monitor, Path(record.sockets), owner=record.uid)
         return MicrovmInstance(self, record, process, control, page_out=self._config.page_out)
 

@@ -14,8 +14,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
 
-from dsec.backends.base import Capabilities, InstanceSpec, Intend, Probe
-from dsec.backends.vm.capture import MachineCapture, Source
+import msgspec
+
+from dsec.backends.base import Capabilities, InstanceSpec, Intend, Layer, Probe
+from dsec.backends.vm.capture import MachineCapture, SleepingCapture, Source
 from dsec.backends.vm.clones import Sized
 from dsec.backends.vm.instance import MachineInstance
 from dsec.backends.vm.monitor import MonitorProcess
@@ -89,7 +91,8 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
         """It runs, is in `instances`, and knows who it is. What it leaves when it raises is removed by the caller."""
 
     @abstractmethod
-    def _adopted(self, record: R, process: MonitorProcess) -> I: ...
+    def _adopted(self, record: R, process: MonitorProcess | None) -> I:
+        """`process`: None of one that sleeps."""
 
     @abstractmethod
     def _source(self, record: R, origin: Path, overlays: int) -> Source:
@@ -99,6 +102,14 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
     @abstractmethod
     def _needs(self, facts: F) -> dict[str, str]:
         """What must be the same for a saved machine to go on here."""
+
+    @abstractmethod
+    def _size(self, record: R) -> Sized: ...
+
+    @abstractmethod
+    async def _stand(self, record: R, saved: SavedMachine, layers: tuple[Layer, ...]) -> MonitorProcess:
+        """Its monitor, with the machine as it was saved, standing still. Raises LaunchError and OSError, and then
+        nothing of it runs."""
 
     # ---- probe -------------------------------------------------------------------------------------
 
@@ -133,7 +144,7 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
         wanted = await self._wanted(instance)
         cgroups = self._cgroups(instance.id, wanted.shape, instance.spec.cpu)
         uid = self._place.ids.take(holder(cgroups))
-        record = self._record(instance.id, uid, cgroups, wanted)
+        record = msgspec.structs.replace(self._record(instance.id, uid, cgroups, wanted), cpu=instance.spec.cpu)
         try:
             await intend(record.to_bytes())
         except BaseException:
@@ -209,6 +220,33 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
         except OSError as error:
             raise StorageError(f"a machine cannot be kept: {error.strerror}", hint="is the disk full?") from error
 
+    async def capture_asleep(self, record: R) -> SleepingCapture:
+        """Raises as `capture`."""
+        facts = await self._open()
+
+        def begin() -> SleepingCapture:
+            asleep = self.saved.get(record.asleep, self._needs(facts), whole=False)
+            source = self._source(record, asleep.directory, asleep.manifest.overlays)
+            return SleepingCapture(self.saved, asleep, source)
+
+        return await asyncio.to_thread(begin)
+
+    async def woken(self, record: R, layers: tuple[Layer, ...]) -> tuple[MonitorProcess, dict[str, object]]:
+        facts = await self._open()
+        saved = await asyncio.to_thread(self.saved.get, record.asleep, self._needs(facts))
+        name = Path(record.directory).name
+        try:
+            cgroups = self._cgroups(name, self._size(record), record.cpu)
+            await self._place.lay_out_again(record, cgroups)
+            process = await self._stand(record, saved, layers)
+        except OSError as error:
+            raise LaunchError(f"the machine cannot be woken: {error}", step="wake", sandbox=record.sandbox) from error
+        now = {"pid": process.pid, "start_ticks": process.start_ticks, "boot_id": self._place.boot_id}
+        return process, now
+
+    async def forget_asleep(self, id: str) -> None:
+        await asyncio.to_thread(self.saved.remove, id)
+
     async def sync_machine(self, id: str) -> None:
         await asyncio.to_thread(self.saved.sync, id)
 
@@ -225,7 +263,9 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
     async def adopt(self, id: SandboxId, record: bytes) -> I:
         await self._open()
         known = parse_record(record, self.record_type)
-        instance = self._adopted(known, self._place.adopt(known))
+        if known.asleep:
+            await self._place.adopt_asleep(known)
+        instance = self._adopted(known, None if known.asleep else self._place.adopt(known))
         self.instances[known.sandbox] = instance
         return instance
 
@@ -243,6 +283,8 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
             del self.instances[record.sandbox]
             known.abandon()
         await self._place.remove(record)
+        if record.asleep:
+            await asyncio.to_thread(self.saved.remove, record.asleep)
 
     def names(self, records: Collection[bytes]) -> frozenset[str]:
         known = [parse_record(record, self.record_type) for record in records]

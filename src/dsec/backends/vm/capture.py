@@ -73,11 +73,8 @@ class MachineCapture:
         whole: bool = True,
     ) -> None:
         """Raises LimitError. `monitor`: gives a connection to it."""
-        if whole and source.overlays >= MACHINE_OVERLAYS_MAX:
-            raise LimitError(
-                f"the disk of {source.sandbox} stands on {source.overlays} snapshots, and there can be no more",
-                hint="begin anew from an environment or an image",
-            )
+        if whole:
+            check_overlays(source.sandbox, source.overlays)
         self._saved = saved
         self._source = source
         self._manifest = manifest
@@ -187,26 +184,88 @@ class MachineCapture:
             finally:
                 os.close(fd)
             if self._whole:
-                copied += self._take_file(source.disk, OVERLAY.format(source.overlays + 1), deadline)
+                copied += take_file(source, source.disk, self._work / OVERLAY.format(source.overlays + 1), deadline)
             for name in source.copied:
-                copied += self._take_file(name, name, deadline)
+                copied += take_file(source, name, self._work / name, deadline)
         except DeadlineError:
             raise
         except OSError as error:
             raise StorageError(f"the machine cannot be copied: {error.strerror}", hint="is the disk full?") from error
         return copied
 
-    def _take_file(self, own: str, name: str, deadline: Deadline) -> int:
-        source = self._source
-        fd = open_written(
-            source.directory / own, owner=source.uid, bytes_max=source.disk_bytes * 9 // 8 + _DISK_SLACK_BYTES
-        )
+
+class SleepingCapture:
+    """As `Capture`, of a machine that is on the disk already; only its own disk is copied."""
+
+    def __init__(self, saved: SavedMachines, asleep: SavedMachine, source: Source) -> None:
+        """Raises LimitError."""
+        self._saved = saved
+        self._asleep = asleep
+        self._source = source
+        check_overlays(source.sandbox, asleep.manifest.overlays)
+        self._work, self._lock = saved.begin()
+        self._kept: SavedMachine | None = None
+        self._closed = False
+
+    async def look(self) -> bool:
+        return True
+
+    async def take(self, *, within_s: float) -> int:
+        fault_point("vm.take")
+        return await asyncio.to_thread(self._take, Deadline(within_s))
+
+    def _take(self, deadline: Deadline) -> int:
         try:
-            with contextlib.suppress(FileNotFoundError):
-                (self._work / name).unlink()
-            return copy_file(fd, self._work / name, deadline)
-        finally:
-            os.close(fd)
+            for name in self._asleep.manifest.files:
+                path = self._asleep.directory / name
+                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    link_or_copy(path, fd, self._work / name, deadline)
+                finally:
+                    os.close(fd)
+            return take_file(self._source, self._source.disk, self._work / self._overlay, deadline)
+        except OSError as error:
+            raise StorageError(f"the machine cannot be copied: {error.strerror}", hint="is the disk full?") from error
+
+    @property
+    def _overlay(self) -> str:
+        return OVERLAY.format(self._asleep.manifest.overlays + 1)
+
+    async def keep(self, run: tuple[str, ...] = ()) -> CapturedLayer:
+        manifest = msgspec.structs.replace(self._asleep.manifest, overlays=self._asleep.manifest.overlays + 1)
+        self._kept = await asyncio.to_thread(self._saved.finish, self._work, manifest)
+        size = await asyncio.to_thread(_allocated, self._kept.directory)
+        return CapturedLayer("", size, 0, machine=self._kept.id)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        os.close(self._lock)
+        if self._kept is not None:
+            self._saved.let_go(self._kept.id)
+        else:
+            await asyncio.to_thread(shutil.rmtree, self._work, ignore_errors=True)
+
+
+def check_overlays(sandbox: str, overlays: int) -> None:
+    """Raises LimitError."""
+    if overlays >= MACHINE_OVERLAYS_MAX:
+        raise LimitError(
+            f"the disk of {sandbox} stands on {overlays} snapshots, and there can be no more",
+            hint="begin anew from an environment or an image",
+        )
+
+
+def take_file(source: Source, own: str, target: Path, deadline: Deadline) -> int:
+    """A file that its monitor can write. Raises DeadlineError, SandboxFaultError, StorageError."""
+    bytes_max = source.disk_bytes * 9 // 8 + _DISK_SLACK_BYTES
+    fd = open_written(source.directory / own, owner=source.uid, bytes_max=bytes_max)
+    try:
+        target.unlink(missing_ok=True)
+        return copy_file(fd, target, deadline)
+    finally:
+        os.close(fd)
 
 
 def _opened(pid: int) -> dict[str, str]:

@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
-from dsec.backends.base import Capture, InstanceExit, InstanceUsage
+from msgspec.structs import replace
+
+from dsec.backends.base import Capture, InstanceExit, InstanceUsage, Layer
 from dsec.backends.vm.drivers import Machine
 from dsec.backends.vm.monitor import MonitorProcess
 from dsec.backends.vm.paused import PausedMemory
@@ -22,6 +24,7 @@ from dsec.core.states import EndCause
 from dsec.density.use import CgroupUse
 
 _MONITOR_S: Final = 10.0
+_SAVE_S: Final = 600.0  # to the disk; it stands still meanwhile, as was wanted
 _AGENT_S: Final = 10.0
 
 R = TypeVar("R", bound=MachineRecord)
@@ -33,8 +36,25 @@ class Remover(Protocol[R_contra]):
 
     async def remove(self, record: R_contra) -> None: ...
 
-    async def capture(self, record: R_contra, monitor: Callable[[], Awaitable[Monitor]]) -> Capture:
+    async def capture(
+        self, record: R_contra, monitor: Callable[[], Awaitable[Monitor]], *, whole: bool = True
+    ) -> Capture:
         """Raises UnsupportedError, LimitError, StorageError."""
+        ...
+
+    async def capture_asleep(self, record: R_contra) -> Capture:
+        """Of one that sleeps. Raises as `capture`."""
+        ...
+
+    async def sync_machine(self, id: str) -> None: ...
+
+    async def woken(self, record: R_contra, layers: tuple[Layer, ...]) -> tuple[MonitorProcess, dict[str, object]]:
+        """Its monitor runs, and the machine stands still; and what its record says of that. Raises LaunchError,
+        StorageError, UnsupportedError: then nothing of it runs."""
+        ...
+
+    async def forget_asleep(self, id: str) -> None:
+        """What it has slept as is needed no more."""
         ...
 
 
@@ -43,18 +63,23 @@ class MachineInstance(Generic[R]):
         self,
         backend: Remover[R],
         record: R,
-        process: MonitorProcess,
+        process: MonitorProcess | None,
         machine: Machine | None = None,
         *,
         page_out: bool = False,
     ) -> None:
-        """`page_out`: while it is paused its memory goes to swap."""
+        """`process`: None while it sleeps. `page_out`: while it is paused its memory goes to swap."""
         self._backend = backend
         self._record = record
-        self._process = process
         self._page_out = page_out
-        self._memory = PausedMemory(record.sandbox, process.pid)
         self._machine = machine or QemuMachine(Path(record.sockets), owner=record.uid)
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._saving: Capture | None = None
+        self._slept = ""  # as what it did, until it goes on
+        self._process: MonitorProcess | None = None
+        self._memory: PausedMemory | None = None
+        if process is not None:
+            self._follow(process)
         self._use = CgroupUse(record.cgroup2, record.cgroup1)
         self._destroyed = False
         self._destroying = asyncio.Lock()
@@ -82,8 +107,17 @@ class MachineInstance(Generic[R]):
 
     @property
     def pid(self) -> int:
-        """Host pid of the monitor."""
-        return self._process.pid
+        """Host pid of the monitor; 0 while it sleeps."""
+        return self._process.pid if self._process is not None else 0
+
+    def _follow(self, process: MonitorProcess) -> None:
+        self._process = process
+        self._memory = PausedMemory(self._record.sandbox, process.pid)
+        process.ended.add_done_callback(lambda _: self._monitor_ended(process))
+
+    def _monitor_ended(self, process: MonitorProcess) -> None:
+        if self._process is process and not self._ended.done():
+            self._ended.set_result(None)
 
     async def connect(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
         try:
@@ -137,14 +171,21 @@ class MachineInstance(Generic[R]):
                 await self._machine.pause(timeout_s=deadline_s)
         except (TimeoutError, DeadlineError) as error:
             raise FreezeTimeoutError(f"{self.id} did not stop within {deadline_s:g} s", sandbox=self.id) from error
-        if self._page_out:
+        if self._page_out and self._memory is not None:
             self._memory.give_back()
 
     async def resume(self) -> None:
         """Raises HostError; it may be asked for again."""
         fault_point("vm.resume")
-        await self._memory.keep()
+        await self._keep_memory()
         await self._machine.resume(timeout_s=_MONITOR_S)
+        slept, self._slept = self._slept, ""
+        if slept:
+            await self._backend.forget_asleep(slept)
+
+    async def _keep_memory(self) -> None:
+        if self._memory is not None:
+            await self._memory.keep()
 
     async def control(self) -> Monitor:
         """Of QEMU."""
@@ -152,16 +193,75 @@ class MachineInstance(Generic[R]):
         return await self._machine.monitor()
 
     async def snapshot(self) -> Capture:
-        if self._process.ended.done():
+        if self.asleep:
+            return await self._backend.capture_asleep(self._record)
+        if self._ended.done():
             raise GoneError(f"the machine of {self.id} has ended", sandbox=self.id)
         if not isinstance(self._machine, QemuMachine):
             raise UnsupportedError("machines under Firecracker have no snapshots", hint='set monitor = "qemu"')
         return await self._backend.capture(self._record, self.control)
 
+    # ---- sleep -----------------------------------------------------------------------------------
+
+    @property
+    def can_sleep(self) -> bool:
+        return isinstance(self._machine, QemuMachine) and bool(self._record.shape)
+
+    @property
+    def asleep(self) -> bool:
+        return bool(self._record.asleep)
+
+    async def save(self) -> None:
+        await self._keep_memory()
+        capture = await self._backend.capture(self._record, self.control, whole=False)
+        try:
+            await capture.look()
+            await capture.take(within_s=_SAVE_S)
+            kept = await capture.keep()
+            await self._backend.sync_machine(kept.machine)
+        except BaseException:
+            await asyncio.shield(capture.close())
+            raise
+        self._saving = capture  # holds what was kept until the record is written down
+        self._record = replace(self._record, asleep=kept.machine)
+
+    async def stay(self) -> None:
+        kept = self._record.asleep
+        self._record = replace(self._record, asleep="")
+        await self._let_go_of_saved()
+        await self._backend.forget_asleep(kept)
+
+    async def sleep(self) -> None:
+        fault_point("vm.sleep")
+        process, self._process = self._process, None  # its end is no news
+        self._memory = None
+        self._machine.close()
+        if process is not None:
+            try:
+                await process.end()
+            except BaseException:
+                self._process = process
+                raise
+        self._record = replace(self._record, pid=0, start_ticks=0)
+        await self._let_go_of_saved()
+
+    async def wake(self, layers: tuple[Layer, ...]) -> None:
+        fault_point("vm.wake")
+        process, known = await self._backend.woken(self._record, layers)
+        self._slept = self._record.asleep
+        self._record = replace(self._record, asleep="", **known)
+        self._machine = QemuMachine(Path(self._record.sockets), owner=self._record.uid)
+        self._follow(process)
+
+    async def _let_go_of_saved(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving.close()
+
     # ---- end -------------------------------------------------------------------------------------
 
     async def wait(self) -> InstanceExit:
-        await asyncio.shield(self._process.ended)
+        await asyncio.shield(self._ended)
         if self._destroyed or self._destroying.locked():
             return InstanceExit(EndCause.DESTROYED)
         return InstanceExit(EndCause.SANDBOX_FAULT, "its machine has ended: its agent, its kernel, or its monitor")
@@ -170,15 +270,22 @@ class MachineInstance(Generic[R]):
         async with self._destroying:
             if self._destroyed:
                 return
-            self._memory.abandon()
+            if self._memory is not None:
+                self._memory.abandon()
             self._machine.close()
-            await self._process.end()
-            await self._memory.keep()
+            if self._process is not None:
+                await self._process.end()
+            await self._keep_memory()
+            await self._let_go_of_saved()
             await self._backend.remove(self._record)
             self._destroyed = True
+            if not self._ended.done():
+                self._ended.set_result(None)
 
     def abandon(self) -> None:
         """Stop watching; the machine runs on."""
-        self._memory.abandon()
+        if self._memory is not None:
+            self._memory.abandon()
         self._machine.close()
-        self._process.forget()
+        if self._process is not None:
+            self._process.forget()

@@ -115,6 +115,20 @@ class Place:
             Path(directory).mkdir(mode=0o700)
             os.chown(directory, record.uid, record.uid)
 
+    async def lay_out_again(self, record: MachineRecord, cgroups: CgroupPlan) -> None:
+        """Of a machine that slept: whatever ran of it has ended; its cgroups are as they were; its sockets' directory
+        is empty. Raises OSError, HostError."""
+        fault_point("vm.lay_out_again")
+        await remove_cgroups(record.cgroups)  # after a reboot there are none, and a half wakening has left a monitor
+        await asyncio.to_thread(self._lay_out_again, record, cgroups)
+
+    def _lay_out_again(self, record: MachineRecord, cgroups: CgroupPlan) -> None:
+        make_cgroups(_files_of(cgroups))
+        sockets = Path(record.sockets)
+        _remove_tree(sockets)
+        sockets.mkdir(mode=0o700)
+        os.chown(sockets, record.uid, record.uid)
+
     def confines(self, record: MachineRecord, *, kvm: bool) -> Confines:
         return Confines(
             uid=record.uid,
@@ -155,6 +169,11 @@ class Place:
             process.forget()
             raise
         return process
+
+    async def adopt_asleep(self, record: MachineRecord) -> None:
+        """Of one that sleeps: what is left of its monitor ends. Raises HostError."""
+        await self.end(record)
+        self.ids.retake(record.uid)
 
     async def end(self, record: MachineRecord) -> None:
         """Whatever runs of it has ended when this returns."""

@@ -24,6 +24,7 @@ class MachineRecord(msgspec.Struct, frozen=True, kw_only=True):
     template: str = ""
     saved: str = ""  # id of the saved machine that its disk stands on
     asleep: str = ""  # id of the saved machine that it is: no monitor runs
+    cpu: float = 1.0
     shape: dict[str, Any] = {}  # as its backend has it
     more: dict[str, Any] = {}  # what else its backend wants to know of it
     pid: int = 0  # 0: an intent, nothing may have been started
