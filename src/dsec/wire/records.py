@@ -160,7 +160,7 @@ class SandboxRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
 
 
-class PauseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PauseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     id: str
     deep: bool = False  # its memory goes to the disk, and nothing of it is left to run
 
