@@ -381,7 +381,7 @@ async def test_a_job_is_made_once_and_its_name_is_free_when_it_was_stopped(state
         await jobs.settle(row)
         again = await jobs.create(LEASE, project="/team", principal="p")
         assert again.id != first.id
-        assert {(one.project, one.name) for one in await jobs.list(lambda _: True)} == {
+        assert {(one.project, one.name) for one in jobs.list(lambda _: True)} == {
             ("/team", "train"),
             ("/team/below", "train"),
         }

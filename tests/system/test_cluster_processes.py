@@ -18,9 +18,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from dsec.core.errors import UnavailableError
+from dsec.core.errors import NotFoundError, UnavailableError, UnsupportedError
 from dsec.sdk.client import AsyncClient
-from dsec.sdk.sandbox import AsyncSandbox
 from dsec.testing.clusters import ClusterProcesses, cluster_processes
 from dsec.testing.nats_servers import NatsServers, nats_server
 from dsec.wire.events import Event
@@ -236,13 +235,15 @@ async def test_a_job_spans_nodes_and_its_missed_lease_pauses_it_whoever_watches(
     ):
         job = await client.jobs.create("train", lease_s=2)
         await job.extend(120)
-        made = await other.create_many(8, "base", backend="fake", job="train")
-        assert len({one.info.node for one in made if isinstance(one, AsyncSandbox)}) == 2
+        made = []
+        async with asyncio.timeout(120):
+            while len({one.info.node for one in made}) < 2:
+                made.append(await other.create("base", backend="fake", job="train"))
 
         report = await (await other.jobs.get("train")).pause()
-        assert (report.done, report.failed, report.missing) == (8, [], {})
+        assert (report.done, report.failed, report.missing) == (len(made), [], {})
         await job.resume()
-        assert (await job.refresh()).sandboxes == {"running": 8}
+        assert (await job.refresh()).sandboxes == {"running": len(made)}
         await job.stop()
         assert (await other.jobs.get("train")).info.sandboxes == {}
 
@@ -262,6 +263,26 @@ async def test_a_job_spans_nodes_and_its_missed_lease_pauses_it_whoever_watches(
             while await states() != {"running": 4}:  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
         assert (await job.stop()).ok
+
+
+async def test_a_group_is_on_one_node_and_whole_or_gone(cluster: ClusterProcesses, caller: Caller) -> None:
+    member = {"backend": "fake", "memory": "64MiB"}
+    members = {f"m{number}": {**member, "after": ["m0"] if number else []} for number in range(4)}
+    async with (
+        AsyncClient(f"unix://{cluster.socket(APIS[0])}") as client,
+        AsyncClient(f"unix://{cluster.socket(APIS[1])}") as other,
+    ):
+        group = await client.groups.create(members, links=["m0:7"], name="shop")
+        assert len({one.node for one in (await other.groups.get("shop")).info.sandboxes or []}) == 1
+        assert (await other.groups.create(members, links=["m0:7"], name="shop")).members == group.members
+        await (await other.groups.get("shop")).down()
+        with pytest.raises(NotFoundError):
+            await group.refresh()
+
+        with pytest.raises(UnsupportedError, match="routed"):
+            await client.groups.create({**members, "m3": {**member, "network": "routed", "after": ["m1"]}}, name="shop")
+        assert (await caller.ask("GET", "/jobs/shop"))[0] == 404
+        assert await other.list(job="shop") == []
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.groups import AsyncGroup
-from tests.system.container_place import ENVIRONMENT
+from tests.system.container_place import ENVIRONMENT, private_place, served
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
 
@@ -32,6 +33,7 @@ with socket.create_connection(("db", 5432), timeout=30) as to:
         got += piece
 print(got == b"HELLO\\n" * 10_000, socket.gethostbyname("db"))
 """
+TALKED = "True 127.77.0.1\n"
 COMPOSE = f"""
 name: shop-compose
 x-anything: {{is: passed over}}
@@ -71,7 +73,7 @@ async def test_a_name_reaches_the_other_and_there_is_no_other_network(client: As
         web = await group.sandbox("web")
 
         talked = await web.exec(["python3", "-c", CLIENT], timeout_s=120)
-        assert (talked.stdout, talked.stderr) == ("True 127.77.0.1\n", "")
+        assert (talked.stdout, talked.stderr) == (TALKED, "")
         named = await web.exec(["python3", "-c", "import socket; print(socket.if_nameindex())"], timeout_s=60)
         assert named.stdout == "[(1, 'lo')]\n"
         assert "127.77.0.1\tdb\n" in (await web.files.read("/etc/hosts"))
@@ -91,6 +93,20 @@ async def test_a_compose_file_runs(client: AsyncClient, tmp_path: Path) -> None:
         assert group.name == "shop-compose"
         assert (web.info.cpu, web.info.memory_bytes, web.info.pids_max) == (0.5, 64 << 20, 50)
         talked = await web.exec(["python3", "-c", CLIENT], timeout_s=120)
-        assert (talked.stdout, talked.stderr) == ("True 127.77.0.1\n", "")
+        assert (talked.stdout, talked.stderr) == (TALKED, "")
         told = await web.exec('echo "$GREETING, $WHO"', timeout_s=60)
         assert told.stdout == "${HOME} is no variable, nobody\n"
+
+
+async def test_links_are_there_again_after_a_restart_of_the_node(small_store: Path) -> None:
+    with private_place(small_store) as place:
+        async with served(place) as (_, client):
+            group = await started(client, "shop")
+        async with served(place) as (_, client):
+            web = await (await client.groups.get("shop")).sandbox("web")
+
+            async with asyncio.timeout(60):
+                while (await web.exec(["python3", "-c", CLIENT], timeout_s=60)).stdout != TALKED:  # noqa: ASYNC110
+                    await asyncio.sleep(0.2)
+            assert (await client.groups.get("shop")).members == group.members
+            await (await client.groups.get("shop")).down()

@@ -14,7 +14,15 @@ from typing import Final
 from dsec.api.request import Request
 from dsec.api.routes.sandboxes import create
 from dsec.core import limits
-from dsec.core.errors import CapacityError, ConflictError, DsecError, NotFoundError, Outcome, UnsupportedError
+from dsec.core.errors import (
+    CapacityError,
+    ConflictError,
+    DsecError,
+    NotFoundError,
+    Outcome,
+    UnavailableError,
+    UnsupportedError,
+)
 from dsec.core.ids import NodeId
 from dsec.core.spec import Place, SandboxSpec
 from dsec.observe.logs import get_logger
@@ -34,8 +42,8 @@ _ELSEWHERE: Final = (CapacityError, NotFoundError, UnsupportedError)
 async def start_group(request: Request, asked: GroupRequest) -> JobRow:
     """The row of a group that is whole. The same again is success.
 
-    Raises ConflictError (another of that name, or it is being started), and what a create raises, with the member that
-    failed in `detail`: then nothing is left of it.
+    Raises ConflictError (another of that name), UnavailableError (it is being started: ask again), and what a create
+    raises, with the member that failed in `detail`: then nothing is left of it.
     """
     jobs, caller = request.services.jobs, request.caller
     note = GroupNote(digest=hashlib.sha256(pack(asked)).digest())
@@ -45,7 +53,9 @@ async def start_group(request: Request, asked: GroupRequest) -> JobRow:
     if row.group is not None and row.group.members:
         return row
     if before is not None and before.id == row.id:
-        raise ConflictError(f"group {asked.name} is being started", retry_after_s=1.0)
+        raise UnavailableError(
+            f"group {asked.name} is being started", outcome=Outcome.UNCHANGED, hint="ask again", retry_after_s=2.0
+        )
     beating = asyncio.create_task(_beat(request, row), name=f"lease of group {row.name}")
     try:
         members = await _members(request, asked, row)
@@ -127,7 +137,7 @@ async def _at(request: Request, asked: GroupRequest, node: NodeId) -> dict[str, 
 
 async def _clear(request: Request, row: JobRow) -> None:
     """What was made on a node that the group does not fit on. Raises when some of it is there yet."""
-    if not await request.services.orders.carry_out(row, JobOrderKind.STOP, going=lambda: True):
+    if not await request.services.orders.carry_out(row, JobOrderKind.CLEAR, going=lambda: True):
         raise ConflictError(f"what was made of group {row.name} is not gone yet", outcome=Outcome.UNKNOWN)
 
 

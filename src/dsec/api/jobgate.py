@@ -14,22 +14,23 @@ from dsec.core.ids import node_of, parse_sandbox_id
 from dsec.wire.codec import pack
 from dsec.wire.jobs import JobRow, JobState
 from dsec.wire.node import Caller, Method
-from dsec.wire.records import Sandbox, SandboxRef
+from dsec.wire.records import CreateRequest, Sandbox, SandboxRef
 
 _DESTROY_S: Final = 60.0
 
 
 async def made_in_job(
-    jobs: Jobs, rpc: Rpc, name: str | None, caller: Caller, make: Callable[[], Awaitable[Sandbox]]
+    jobs: Jobs, rpc: Rpc, body: CreateRequest, caller: Caller, make: Callable[[CreateRequest], Awaitable[Sandbox]]
 ) -> Sandbox:
-    """What `make` makes. Raises NotFoundError for a job that is not there, ConflictError for one that does not run;
-    also when it was stopped meanwhile, and then the sandbox is gone."""
+    """What `make` makes of the request, in which the job's id is set here. Raises NotFoundError for a job that is not
+    there, ConflictError for one that does not run; also when it was stopped meanwhile, and then the sandbox is gone."""
+    name = body.spec.job
     if name is None:
-        return await make()
+        return await make(_with_id(body, None))
     row = jobs.known(caller.project, name) or await jobs.get(caller.project, name)
     if row.state is not JobState.RUNNING:
         raise _refused(row)
-    sandbox = await make()
+    sandbox = await make(_with_id(body, row.id))
     now = await _row_of(jobs, caller.project, name)
     if now is None or now.id != row.id or now.state is JobState.STOPPED:
         # Its stop may have been carried out before the sandbox was there.
@@ -39,6 +40,13 @@ async def made_in_job(
         error.outcome = Outcome.GONE
         raise error
     return sandbox
+
+
+def _with_id(body: CreateRequest, id: str | None) -> CreateRequest:
+    """Whatever the caller has said."""
+    if body.spec.job_id == id:
+        return body
+    return msgspec.structs.replace(body, spec=msgspec.structs.replace(body.spec, job_id=id))
 
 
 async def _row_of(jobs: Jobs, project: str, name: str) -> JobRow | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, overload
 
 import msgspec
@@ -98,10 +98,7 @@ class ManyNodes:
         request = msgspec.structs.replace(request, queue_s=0.0)  # how long it waits is no part of what is asked for
         try:
             async with asyncio.timeout(timeout_s + (0.0 if patience is None else patience.left_s)) as limit:
-                work = _Create(self, request, caller, key, until, patience)
-                if at is not None:
-                    work.leave_out(view.id for view in self._nodes if view.id != at)
-                return await work.run()
+                return await _Create(self, request, caller, key, until, patience, at).run()
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -120,11 +117,15 @@ class ManyNodes:
         now = self._clock.monotonic_s()
         return [view.id for view in self._nodes if view.member is not None and _is_silent(view, now)]
 
-    def choose(self, request: CreateRequest, tried: set[NodeId], *, counts: bool = True) -> NodeId:
-        """Raises CapacityError when no node takes it now, UnsupportedError when none ever would."""
+    def choose(
+        self, request: CreateRequest, tried: set[NodeId], *, counts: bool = True, only: NodeId | None = None
+    ) -> NodeId:
+        """`only`: this one or none. Raises CapacityError when no node takes it now, UnsupportedError when none ever
+        would."""
         now = self._clock.monotonic_s()
         ask = ask_of(request.spec)
-        candidates = _Candidates([view for view in self._nodes if view.card is not None], ask, self._overlay, now)
+        views = [view for view in self._nodes if view.card is not None and only in (None, view.id)]
+        candidates = _Candidates(views, ask, self._overlay, now)
         found = choose(candidates, ask, overlay=self._overlay, rng=self._rng, tried=tried)
         if found is None:
             raise _no_node(refusals(candidates, ask, self._overlay), ask, tried)
@@ -256,8 +257,10 @@ class _Create:
         key: str | None,
         until: float,
         patience: Patience | None,
+        only: NodeId | None,
     ) -> None:
         self._fleet = fleet
+        self._only = only
         self._request = request
         self._caller = caller
         self._key = key
@@ -267,11 +270,6 @@ class _Create:
         self._unfit: set[NodeId] = set()  # that lack what no waiting gives them
         self._vetoes = Vetoes(fleet.clock)
         self._claim: Claim | None = None
-
-    def leave_out(self, nodes: Iterable[NodeId]) -> None:
-        """As if they had refused it, for good."""
-        self._unfit.update(nodes)
-        self._tried.update(self._unfit)
 
     async def run(self) -> Sandbox:
         operation = await self._operation()
@@ -305,7 +303,7 @@ class _Create:
         while True:
             full: DsecError
             try:
-                node = self._fleet.choose(self._request, self._tried)
+                node = self._choose(self._tried)
                 return await operations.begin(project, self._key, self._request, node, timeout_s=self._left_s())
             except (ConflictError, CapacityError, UnsupportedError) as error:
                 full = error  # what was made before for the key is answered all the same
@@ -325,7 +323,7 @@ class _Create:
     async def _place(self) -> NodeId:
         """On a node that has not refused it; with patience, once there is one."""
         try:
-            return self._fleet.choose(self._request, self._tried)
+            return self._choose(self._tried)
         except CapacityError as error:
             return await self._wait(error)
 
@@ -337,13 +335,16 @@ class _Create:
         node = await fleet.queue.wait(
             self._caller.project,
             shape_of(self._request.spec),
-            lambda: fleet.choose(self._request, self._unfit | self._vetoes.now()),
+            lambda: self._choose(self._unfit | self._vetoes.now()),
             patience,
             refused,
         )
         self._until += before_s - patience.left_s
         self._tried.clear()
         return node
+
+    def _choose(self, but: set[NodeId]) -> NodeId:
+        return self._fleet.choose(self._request, but, only=self._only)
 
     def _left_s(self) -> float:
         return self._fleet.left_s(self._until)
@@ -389,7 +390,7 @@ class _Create:
             self._unfit.add(node)
         if len(self._tried) < _NODES_TRIED_MAX:
             try:
-                return self._fleet.choose(self._request, self._tried)
+                return self._choose(self._tried)
             except CapacityError:
                 pass  # the node's own word says more
         if not isinstance(error, CapacityError):

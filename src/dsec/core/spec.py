@@ -172,6 +172,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     volumes: tuple[VolumeMount, ...] = ()
     place: Place | None = None  # which nodes it may be on
     job: str | None = None  # of its project: it is paused and stopped with the others of the job
+    job_id: str | None = None  # tells a job from an earlier one of its name; the service sets it
     member: str | None = None  # what the others of its job call it
     links: tuple[Link, ...] = ()  # others of its job that it reaches
 

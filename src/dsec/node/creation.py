@@ -303,6 +303,7 @@ class Creation:
         self._services.volumes.check(spec, project)
         self._registry.check_name(project, spec.name)
         self._registry.check_member(project, spec)
+        self._services.jobs.check_new(spec)
         self._registry.check_apart(project, spec)
 
     async def _launch(

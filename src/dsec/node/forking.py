@@ -64,7 +64,7 @@ class Forks:
         row = sandbox.row
         known = key is not None and self._known((row.project, key), request.count, hash) is not None
         origin = origin_of_fork(row, row.layers)
-        spec = origin.spec_for(SandboxSpec(environment=row.spec.environment, job=row.spec.job))
+        spec = origin.spec_for(SandboxSpec(environment=row.spec.environment, job=row.spec.job, job_id=row.spec.job_id))
         return await self._creation.plan_of(spec, row.project, origin, known=known)
 
     def _known(self, scope: tuple[str, str], count: int, hash: bytes) -> list[Sandbox] | None:
@@ -109,7 +109,7 @@ class Forks:
     async def _make_all(self, origin: Origin, request: ForkRequest, caller: Caller) -> list[Supervisor]:
         fork = new_snapshot_id()
         # What a job's sandbox is forked into is of the job, too: it ends with it.
-        spec = SandboxSpec(environment=origin.spec.environment, job=origin.spec.job)
+        spec = SandboxSpec(environment=origin.spec.environment, job=origin.spec.job, job_id=origin.spec.job_id)
         asked = CreateRequest(spec=spec, timeout_s=request.timeout_s)
         tasks = [
             self._services.tasks.spawn(self._creation.make(asked, caller, origin, fork), awaited=True)

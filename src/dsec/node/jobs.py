@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Final
 
 from dsec.core import limits
 from dsec.core.errors import ConflictError, DeadlineError, DsecError, GoneError, NotFoundError, Outcome
 from dsec.core.ids import NodeId
+from dsec.core.spec import SandboxSpec
 from dsec.core.states import ENDED, EndCause, SandboxState
 from dsec.node.registry import Registry
 from dsec.node.rights import project_seen, reaches
@@ -20,6 +22,9 @@ from dsec.wire.node import Caller
 
 log = get_logger(__name__)
 
+_NONE: Final = (-1, None)
+_ENDS: Final = (JobOrderKind.STOP, JobOrderKind.CLEAR)
+
 
 class NodeJobs:
     def __init__(
@@ -30,20 +35,29 @@ class NodeJobs:
         self._registry = registry
         self._clock_s = clock_s
         self._settled = settled
-        self._orders: dict[tuple[str, str], tuple[str, int]] = {}  # of which job, and its last order; oldest first
+        self._orders: dict[str, tuple[int, JobOrderKind]] = {}  # the last one of each job by its id; oldest first
 
     def count(self, query: JobQuery, caller: Caller) -> JobCounts:
         """Raises NotFoundError for a project that the caller does not reach."""
         _check_reach(caller, query.project, query.job)
-        found = self._registry.of_job(query.project, query.job)
+        found = [one for one in self._registry.of_job(query.project, query.job) if _is_of(one, query.id)]
         return JobCounts(dict(Counter(str(sandbox.state) for sandbox in found if not sandbox.ended)))
+
+    def check_new(self, spec: SandboxSpec) -> None:
+        """Raises ConflictError when its job was stopped: who asks for it has not heard of that yet."""
+        if spec.job_id is not None and self._orders.get(spec.job_id, _NONE)[1] is JobOrderKind.STOP:
+            raise ConflictError(f"job {spec.job} is stopped and takes no new sandboxes")
 
     async def act(self, order: JobOrder, caller: Caller) -> JobPart:
         """As many sandboxes as one call takes. Raises ConflictError when a later order has come meanwhile."""
         _check_reach(caller, order.project, order.job)
         self._take(order)
         todo = sorted(
-            (sandbox for sandbox in self._registry.of_job(order.project, order.job) if sandbox.id > order.after),
+            (
+                sandbox
+                for sandbox in self._registry.of_job(order.project, order.job)
+                if sandbox.id > order.after and _is_of(sandbox, order.id)
+            ),
             key=lambda sandbox: sandbox.id,
         )
         more = len(todo) > limits.JOB_SLICE_ITEMS_MAX
@@ -86,10 +100,9 @@ class NodeJobs:
         )
 
     def _take(self, order: JobOrder) -> None:
-        place = (order.project, order.job)
         self._check(order)
-        self._orders.pop(place, None)
-        self._orders[place] = (order.id, order.order)
+        self._orders.pop(order.id, None)
+        self._orders[order.id] = (order.order, order.kind)
         if len(self._orders) > limits.JOB_ORDERS_KEPT:
             del self._orders[next(iter(self._orders))]
 
@@ -98,8 +111,12 @@ class NodeJobs:
             raise ConflictError(f"job {order.job} has got a later order meanwhile")
 
     def _is_last(self, order: JobOrder) -> bool:
-        id, number = self._orders.get((order.project, order.job), (order.id, order.order))
-        return id != order.id or number <= order.order
+        return self._orders.get(order.id, _NONE)[0] <= order.order
+
+
+def _is_of(sandbox: Supervisor, job: str) -> bool:
+    """And not of an earlier job of the name."""
+    return sandbox.row.spec.job_id in (None, job)
 
 
 async def _do(kind: JobOrderKind, sandbox: Supervisor) -> None:
@@ -108,7 +125,7 @@ async def _do(kind: JobOrderKind, sandbox: Supervisor) -> None:
     elif kind is JobOrderKind.RESUME:
         if sandbox.state in (SandboxState.PAUSED, SandboxState.PAUSING):
             await sandbox.resume()
-    elif (kind is JobOrderKind.STOP or not sandbox.backend.capabilities.pause) and sandbox.state not in ENDED:
+    elif (kind in _ENDS or not sandbox.backend.capabilities.pause) and sandbox.state not in ENDED:
         await sandbox.destroy(EndCause.DESTROYED, f"its job {sandbox.row.spec.job} was stopped")
 
 

@@ -84,8 +84,11 @@ class NodeLinks:
         row = source.row
         if row.spec.job is None:
             return None
-        found = self._registry.of_job(row.project, row.spec.job)
-        return next((one for one in found if one.row.spec.member == name and not one.ended), None)
+        wanted = (name, row.spec.job_id)
+        for one in self._registry.of_job(row.project, row.spec.job):
+            if (one.row.spec.member, one.row.spec.job_id) == wanted and not one.ended:
+                return one
+        return None
 
     async def retry(self) -> None:
         await self._sleep(_RETRY_S)

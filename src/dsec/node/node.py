@@ -167,6 +167,7 @@ class Node:
         self._record_place = RecordPlace(
             self.config.records_dir, bytes_max=self.config.records_bytes_max, has_room=self._has_room_for_records
         )
+        self.jobs = NodeJobs(self.id, self.registry, self.clock.monotonic_s, lambda id: self.adoption.settled(id))
         self._services = Services(
             config=self.config,
             journal=self.journal,
@@ -181,6 +182,7 @@ class Node:
             layers=self.environments.layers,
             volumes=self.volumes,
             links=NodeLinks(self.registry, self._tasks, self._sleep),
+            jobs=self.jobs,
         )
         self.backends = self._make_backends(self.journal.node_id)
         self.warm = WarmPool(self._services, self.backends.__getitem__, self.environments, self.room, boot)
@@ -212,7 +214,6 @@ class Node:
         await self._sort_records()
         self._record_place.start(self.config.records_ahead_dir)
         self.adoption = Adoption(self._services, self.registry, self.backends, self.environments, boot)
-        self.jobs = NodeJobs(self.id, self.registry, self.clock.monotonic_s, self.adoption.settled)
         self.adoption.begin()
         self.warm.discard_left()
         await self.journal.prune(self.clock.wall_s())

@@ -14,7 +14,7 @@ from dsec.node.rows import ImageRow, SandboxRow
 from dsec.wire.snapshots import SnapshotRow
 
 # Names are unique, and a job may have ended: whoever is made from it has its own, or none.
-_NOT_TAKEN: Final = {"name", "job", "member", "links"}
+_NOT_TAKEN: Final = {"name", "job", "job_id", "member", "links"}
 
 
 @dataclass(frozen=True, slots=True)

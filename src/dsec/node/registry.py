@@ -36,7 +36,7 @@ class Registry:
         if spec.job is None or spec.member is None:
             return
         for sandbox in self.of_job(project, spec.job):
-            if sandbox.row.spec.member == spec.member:
+            if sandbox.row.spec.member == spec.member and sandbox.row.spec.job_id == spec.job_id:
                 raise ConflictError(f"job {spec.job} has a {spec.member!r} already", sandbox=sandbox.id)
 
     def check_apart(self, project: str, spec: SandboxSpec) -> None:

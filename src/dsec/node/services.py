@@ -15,6 +15,7 @@ from dsec.node.tasks import Tasks
 if TYPE_CHECKING:
     from dsec.backends.base import Layer
     from dsec.node.environments import Hold
+    from dsec.node.jobs import NodeJobs
     from dsec.node.links import NodeLinks
     from dsec.node.volumes import Volumes
 
@@ -38,4 +39,5 @@ class Services:
     layers: Callable[[Sequence[str]], Awaitable[tuple[Hold, tuple[Layer, ...]]]]  # as of Environments
     volumes: Volumes
     links: NodeLinks
+    jobs: NodeJobs
     closing: bool = False

@@ -36,7 +36,7 @@ class GroupMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     after: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.spec.job is not None or self.spec.member is not None or self.spec.links:
+        if self.spec.job is not None or self.spec.job_id is not None or self.spec.member is not None or self.spec.links:
             raise InvalidArgumentError("job, member and links of a member are the group's to set")
 
 

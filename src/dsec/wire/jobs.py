@@ -60,7 +60,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     from when it has seen the number change. So no clock of any machine can end a lease early."""
 
     version: int = 1
-    id: str
+    id: str  # another one for each job of a name
     name: str
     project: str
     principal: str  # who made it
@@ -113,7 +113,8 @@ class JobPage(msgspec.Struct, frozen=True):
 class JobOrderKind(enum.StrEnum):
     PAUSE = "pause"
     RESUME = "resume"
-    STOP = "stop"
+    STOP = "stop"  # and take nothing new of it
+    CLEAR = "clear"  # end those that there are
     STOP_UNPAUSABLE = "stop_unpausable"  # those of backends that cannot pause
 
 
@@ -156,6 +157,7 @@ class JobLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class JobQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     project: str
     job: str
+    id: str  # of the job
 
 
 class JobCounts(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ async def create_group(request: Request) -> Answer:
 
 async def list_groups(request: Request) -> Answer:
     caller, limit, cursor = request.caller, request.query["limit"], request.query["cursor"] or ""
-    rows = await request.services.jobs.list(lambda project: reaches(caller.project, project))
+    rows = request.services.jobs.list(lambda project: reaches(caller.project, project))
     left = [row for row in rows if row.group is not None and f"{row.project} {row.name}" > cursor]
     more = len(left) > limit > 0
     page = left[:limit]

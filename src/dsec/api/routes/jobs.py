@@ -33,7 +33,7 @@ async def list_jobs(request: Request) -> Answer:
     after = _place(request.query["cursor"])
     if limit < 1:
         raise InvalidArgumentError("a page has at least one job")
-    rows = await request.services.jobs.list(lambda project: reaches(caller.project, project))
+    rows = request.services.jobs.list(lambda project: reaches(caller.project, project))
     left = [row for row in rows if (row.project, row.name) > after]
     page, more = left[:limit], len(left) > limit
     next = f"{page[-1].project} {page[-1].name}" if more else None

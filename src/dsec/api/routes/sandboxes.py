@@ -52,23 +52,20 @@ async def create(
     patience = Patience(body.queue_s) if body.queue_s else None
     timeout_s = body.timeout_s if wait_s is None or key is not None else min(wait_s, body.timeout_s)
 
-    def ask() -> Coroutine[Any, Any, Sandbox]:
-        return services.fleet.create(
-            body,
-            caller=request.caller,
-            timeout_s=timeout_s + (CALL_MARGIN_S if timeout_s == body.timeout_s else 0.0),
-            key=key,
-            patience=patience,
-            at=at,
-        )
+    async def make(wanted: CreateRequest) -> Sandbox:
+        def ask() -> Coroutine[Any, Any, Sandbox]:
+            return services.fleet.create(
+                wanted,
+                caller=request.caller,
+                timeout_s=timeout_s + (CALL_MARGIN_S if timeout_s == wanted.timeout_s else 0.0),
+                key=key,
+                patience=patience,
+                at=at,
+            )
 
-    work = made_in_job(
-        services.jobs,
-        services.rpc,
-        body.spec.job,
-        request.caller,
-        lambda: services.admission.create(body, ask, request.caller, key),
-    )
+        return await services.admission.create(wanted, ask, request.caller, key)
+
+    work = made_in_job(services.jobs, services.rpc, body, request.caller, make)
     if key is None:
         return await work
     try:

@@ -88,7 +88,7 @@ class Orders:
         total: Counter[str] = Counter()
         missing = [str(node) for node in self._fleet.silent()]
         turn = asyncio.Semaphore(JOB_NODES_AT_ONCE_MAX)
-        body = pack(JobQuery(row.project, row.name))
+        body = pack(JobQuery(row.project, row.name, row.id))
 
         async def ask(node: NodeId) -> None:
             async with turn:

@@ -77,10 +77,9 @@ class Jobs:
         found = self._seen.get(key_of(project, name))
         return None if found is None else found.row
 
-    async def list(self, reaches: Callable[[str], bool]) -> Collection[JobRow]:
+    def list(self, reaches: Callable[[str], bool]) -> Collection[JobRow]:
         """By project and name, of projects that `reaches` says yes to."""
-        rows = [_read(entry.value) for entry in await self._registry.entries(Bucket.JOBS)]
-        found = [row for row in rows if row is not None and reaches(row.project)]
+        found = [seen.row for seen in self._seen.values() if reaches(seen.row.project)]
         return sorted(found, key=lambda row: (row.project, row.name))
 
     # -- changes -----------------------------------------------------------------------------------
