@@ -18,6 +18,7 @@ Join = Annotated[
 Identity = Annotated[
     str | None, typer.Option(metavar="DIR", help="Who this machine is (default: DSEC_IDENTITY, or /etc/dsec/identity).")
 ]
+Metrics = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where /metrics is (default: 127.0.0.1:7374).")]
 LogLevel = Annotated[str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")]
 Authority = Annotated[str, typer.Option(metavar="DIR", help="What `dsec cluster init` has made.", show_default=False)]
 Days = Annotated[int, typer.Option(metavar="DAYS", help="How long it is good.", min=1)]
@@ -74,6 +75,7 @@ def node(
     substrate: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="What it offers (default: container). May be repeated.")
     ] = None,
+    metrics: Metrics = None,
     log_level: LogLevel = None,
     config: Config = None,
     run_dir: RunDir = None,
@@ -86,6 +88,7 @@ def node(
         "--identity": identity,
         "--listen": listen,
         "--advertise": advertise,
+        "--metrics": metrics,
         "--log-level": log_level,
         "--config": config,
         "--run-dir": run_dir,
@@ -97,6 +100,7 @@ def node(
 def watcher(
     join: Join = None,
     identity: Identity = None,
+    metrics: Metrics = None,
     log_level: LogLevel = None,
     config: Config = None,
     run_dir: RunDir = None,
@@ -106,6 +110,7 @@ def watcher(
     """Run a watcher of a cluster: it says which nodes are lost. Of several, one acts."""
     given = {
         "--identity": identity,
+        "--metrics": metrics,
         "--log-level": log_level,
         "--config": config,
         "--run-dir": run_dir,

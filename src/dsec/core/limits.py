@@ -273,6 +273,10 @@ LINK_BACKLOG: Final = 128  # connections that wait for their turn, in the kernel
 LINK_CHUNK_BYTES: Final = 64 * KIB  # one piece on its way; what a peer that reads nothing costs
 JOB_ORDERS_KEPT: Final = 10_000  # jobs of which a node remembers the last order, so that a late one changes nothing
 
+METRICS_CONNECTIONS_MAX: Final = 16  # to the port for metrics: Prometheus has one or two
+METRICS_REQUEST_BYTES_MAX: Final = 16 * KIB  # of one request there, which is some headers
+METRICS_REQUEST_S: Final = 10.0  # for one request there, as long as Prometheus waits
+
 # Compose files
 COMPOSE_BYTES_MAX: Final = 1 * MIB  # of the file, and of each file of variables; read whole
 YAML_ITEMS_MAX: Final = 50_000  # values, each counted for every alias of it: a small file can stand for a huge one

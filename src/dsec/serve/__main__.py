@@ -27,6 +27,7 @@ _SETTINGS: Final = (
     "cluster.identity",
     "cluster.listen",
     "cluster.advertise",
+    "cluster.metrics",
     "log.level",
 )
 
@@ -180,6 +181,8 @@ def _cluster_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParse
             parser.add_argument("--tls-certificate", dest="api.tls_certificate", metavar="FILE")
             parser.add_argument("--tls-key", dest="api.tls_key", metavar="FILE")
             parser.add_argument("--insecure", dest="api.insecure", action="store_true", default=None)
+        if name != "api":
+            parser.add_argument("--metrics", dest="cluster.metrics", metavar="HOST:PORT")
         if name == "node":
             parser.add_argument("--listen", dest="cluster.listen", metavar="HOST:PORT", help="for API replicas")
             parser.add_argument("--advertise", dest="cluster.advertise", metavar="HOST:PORT")

@@ -12,6 +12,7 @@ from dsec.core.errors import InvalidArgumentError
 from dsec.core.spec import check_labels
 from dsec.core.units import parse_size
 
+METRICS_DEFAULT: Final = "127.0.0.1:7374"
 _SERVER: Final = re.compile(r"(?:nats|tls)://[A-Za-z0-9_.:\[\]-]+\Z")
 _PLACE: Final = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[A-Za-z0-9.-]+)):(?P<port>[0-9]{1,5})\Z")
 
@@ -26,6 +27,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     listen: str = "0.0.0.0:7373"  # where a node listens for API replicas
     advertise: str | None = None  # HOST:PORT at which they reach it; none: where it listens
     labels: dict[str, str] = {}  # of a node
+    metrics: str | None = METRICS_DEFAULT  # HOST:PORT at which a node or a watcher has /metrics; none: nowhere
 
     def __post_init__(self) -> None:
         for server in self.servers:
@@ -37,6 +39,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             raise InvalidArgumentError("log_bytes_max must be at least 16MiB")
         check_labels(self.labels)
         host_port(self.listen)
+        if self.metrics is not None:
+            host_port(self.metrics)
         if self.advertise is not None:
             host_port(self.advertise)
 

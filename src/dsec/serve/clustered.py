@@ -42,7 +42,9 @@ from dsec.observe.logs import get_logger
 from dsec.serve.cluster_settings import host_port
 from dsec.serve.config import ServeConfig
 from dsec.serve.identity import Identity, write_private
+from dsec.serve.metricsport import MetricsPort
 from dsec.serve.parts import ApiPart, NodePart
+from dsec.serve.renewal import LiveIdentity, Renewal
 from dsec.wire.cluster import Card
 from dsec.wire.events import EventKind
 
@@ -60,14 +62,30 @@ class _Clustered:
                 "no NATS server is named", hint="--join tls://HOST:4222, or cluster.servers in the configuration"
             )
         self.config = config
-        self.identity = Identity.load(Path(config.cluster.identity))
+        self.live = LiveIdentity(Path(config.cluster.identity))
         self.identity.check_role(node=node)
         self.clock = SystemClock()
         self.stack = AsyncExitStack()
         self.engine: Engine
+        self.metrics: str | None = None
+
+    @property
+    def identity(self) -> Identity:
+        return self.live.now
+
+    def renew(self, renewal: Renewal) -> None:
+        task = asyncio.create_task(renewal.run(), name="renew certificates")
+        self.stack.push_async_callback(_ended, task)
+
+    async def show_metrics(self) -> None:
+        port = MetricsPort()
+        place = await port.listen(self.config.cluster.metrics)
+        self.metrics = None if place is None else f"{place[0]}:{place[1]}"
+        self.stack.push_async_callback(port.close)
 
     async def start(self) -> None:
         try:
+            self.renew(self.live.renewal())
             await self._start()
         except BaseException:
             await self.stack.aclose()
@@ -81,7 +99,8 @@ class _Clustered:
         raise AssertionError("nobody sets it")
 
     def told(self) -> dict[str, Any]:
-        return {"engine": list(self.config.cluster.servers)}
+        told: dict[str, Any] = {"engine": list(self.config.cluster.servers)}
+        return told if self.metrics is None else {**told, "metrics": self.metrics}
 
     async def _start(self) -> None:
         raise NotImplementedError
@@ -92,8 +111,8 @@ class _Clustered:
             self.config.cluster.servers,
             Layout(self.identity.unit),
             who,
-            self.identity.credentials,
-            self.identity.to_engine(),
+            self.live,
+            self.live.to_engine(),
         )
         while True:
             try:
@@ -136,7 +155,7 @@ class ApiProcess(_Clustered):
         await self.connect(f"api-{secrets.token_hex(6)}")
         nodes = await self.follow_nodes()
         registry = EngineRegistry(self.engine)
-        remote = RemoteRpc(nodes, self.identity.to_nodes(), heard=nodes.told)
+        remote = RemoteRpc(nodes, self.live.to_nodes(), heard=nodes.told)
         rpc = TombstoneRpc(remote, nodes, registry, self.clock)
         self.stack.push_async_callback(rpc.close)
         tail = EventTail(EngineLog(self.engine), self.identity.unit)
@@ -162,11 +181,12 @@ class WatcherProcess(_Clustered):
         self._task: asyncio.Task[None]
 
     async def _start(self) -> None:
+        await self.show_metrics()
         await self.connect(f"watcher-{secrets.token_hex(6)}")
         nodes = await self.follow_nodes()
         registry = EngineRegistry(self.engine)
         jobs = await self.follow_jobs(registry)
-        rpc = RemoteRpc(nodes, self.identity.to_nodes(), heard=nodes.told)
+        rpc = RemoteRpc(nodes, self.live.to_nodes(), heard=nodes.told)
         self.stack.push_async_callback(rpc.close)
         orders = Orders(rpc, ManyNodes(rpc, nodes, registry, self.clock))
         watcher = Watcher(
@@ -202,6 +222,7 @@ class NodeProcess(_Clustered):
         await asyncio.to_thread(
             take_node_id, config.node.config(state_dir=state_dir, run_dir=Path(config.run_dir)).journal_path, node_id
         )
+        await self.show_metrics()
         # First what is there of sandboxes, which runs on without the engine too.
         self.node = await NodePart(config, self.stack).start()
         await self.connect(node_id)
@@ -209,7 +230,7 @@ class NodeProcess(_Clustered):
         host, port = host_port(config.cluster.listen)
         self.membership = self._membership(installation)
         service = FencedService(NodeService(self.node), self.membership, knows=self.node.creation.knows)
-        listener = NodeListener(service, node_id, tls=self.identity.of_node(), term=lambda: self.membership.term)
+        listener = NodeListener(service, node_id, tls=self.live.of_node(), term=lambda: self.membership.term)
         self.address = await listener.listen(host, port)
         self.stack.push_async_callback(listener.close, grace_s=config.api.grace_s)
         self.membership.reached_at(*self._advertised())

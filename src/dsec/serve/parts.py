@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -34,6 +35,7 @@ from dsec.node.environments import Environments, StoredEnvironments
 from dsec.node.node import Node
 from dsec.serve.config import ServeConfig
 from dsec.serve.imagined import ImaginedEnvironments
+from dsec.serve.renewal import Renewal
 from dsec.storage.loader import Loader
 from dsec.storage.remote import RemoteLayers
 from dsec.storage.store.trusted import trusted_stores
@@ -122,10 +124,25 @@ class ApiPart:
         if (address := config.api.address()) is not None:
             tls = None
             if config.api.tls_certificate is not None and config.api.tls_key is not None:
-                tls = load_tls(Path(config.api.tls_certificate), Path(config.api.tls_key))
+                certificate, key = Path(config.api.tls_certificate), Path(config.api.tls_key)
+                tls = load_tls(certificate, key)
+                self._renew(tls, certificate, key)
             self.addresses = await self.server.listen_tcp(address, tls=tls, insecure=config.api.insecure)
         # Last: who can connect to the socket finds everything ready.
         await self.server.listen_unix(config.socket)
+
+    def _renew(self, context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+        def take() -> None:
+            load_tls(certificate, key)  # raises for what is not whole
+            context.load_cert_chain(certificate, key)
+
+        task = asyncio.create_task(Renewal([certificate, key], take).run(), name="renew certificate")
+
+        async def end() -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        self._stack.push_async_callback(end)
 
     async def _iam(self, registry: Registry | None) -> Iam:
         state_dir = Path(self._config.state_dir)

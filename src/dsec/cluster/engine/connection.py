@@ -19,7 +19,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from dsec.cluster.engine.credentials import Credentials
+from dsec.cluster.engine.credentials import Shown
 from dsec.cluster.engine.layout import Layout
 from dsec.core.errors import (
     ConflictError,
@@ -55,7 +55,7 @@ class EngineSettings:
     servers: tuple[str, ...]  # nats://host:port or tls://host:port
     layout: Layout
     who: str  # this client, in names of connections and inboxes: a node's id, or the name of a replica
-    credentials: Credentials | None = None  # none: the engine asks for none
+    credentials: Shown | None = None  # none: the engine asks for none
     tls: ssl.SSLContext | None = None
 
 

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
@@ -101,6 +101,14 @@ class Credentials:
     def expires_at(self) -> float | None:
         claims = from_json(_unbase64(self.jwt.split(".")[1]), dict[str, Any])
         return float(claims["exp"]) if "exp" in claims else None
+
+
+class Shown(Protocol):
+    """What shows a client: its credentials, as they are at each connection."""
+
+    def token(self) -> bytes: ...
+
+    def sign(self, nonce: str) -> bytes: ...
 
 
 def operator_jwt(operator: SigningKey, name: str, *, system_account: str) -> str:
