@@ -17,7 +17,9 @@ from dsec.cluster.placement import (
     ask_of,
     choose,
     cost,
+    pool_of,
     refusals,
+    spilling,
     why_not,
 )
 from dsec.core.ids import NodeId
@@ -171,6 +173,45 @@ def test_what_overflows_goes_to_the_other_pool_if_its_environment_is_there(rng: 
     for each in here:
         each.used = {"sandboxes": 100}
     assert place(Ask("container", {"sandboxes": 1}, image="other")) is None
+
+
+def test_rules_of_overflow_choose_by_substrate_label_and_project(rng: random.Random) -> None:
+    here, there = node("n", used={"sandboxes": 95}), node("c", pool="cloud", substrates={"container", "fake"})
+    rule = Burst("cloud", 0.8, frozenset({"container"}), {"tier": "batch"}, ("/team",))
+
+    def asked(substrate: str = "container", project: str = "/team/a", **marks: str) -> Ask:
+        return Ask(substrate, {"sandboxes": 1}, image="base", project=project, marks=marks)
+
+    def place(ask: Ask) -> Candidate | None:
+        return choose([here, there], ask, overlay=Overlay(), rng=rng, bursts=[rule])
+
+    assert place(asked(tier="batch")) is there
+    for other in (asked(), asked(tier="batch", project="/teams"), asked(tier="batch", substrate="fake")):
+        assert place(other) is not there
+        assert "no rule" in spilling([here, there], other, Overlay(), [rule])[there.id].text
+    assert place(Ask("container", {"sandboxes": 1}, node="c")) is there  # who names a node gets it
+    here.used = {"sandboxes": 10}
+    assert place(asked(tier="batch")) is here
+    assert "80% full" in spilling([here, there], asked(tier="batch"), Overlay(), [rule])[there.id].text
+    there.images, here.used = (), {"sandboxes": 95}
+    assert "environment" in spilling([here, there], asked(tier="batch"), Overlay(), [rule])[there.id].text
+
+
+def test_a_label_makes_a_pool_only_where_a_rule_sends_something_there() -> None:
+    assert pool_of({"pool": "cloud"}, ()) == ""
+    assert pool_of({"pool": "cloud"}, [Burst("other", 0.5)]) == ""
+    assert pool_of({"pool": "cloud"}, [Burst("cloud", 0.5)]) == "cloud"
+
+
+def test_kinds_of_devices_and_a_named_node_filter(rng: random.Random) -> None:
+    plain, gpu = node("plain"), node("gpu", devices=("nvidia.com/gpu",))
+    ask = Ask("container", {"sandboxes": 1}, devices=frozenset({"nvidia.com/gpu"}))
+
+    assert choose([plain, gpu], ask, overlay=Overlay(), rng=rng) is gpu
+    assert {id: found.code for id, found in refusals([plain, gpu], ask, Overlay()).items()} == {"plain": "device"}
+    named = Ask("container", {"sandboxes": 1}, node="plain")
+    assert choose([plain, gpu], named, overlay=Overlay(), rng=rng) is plain
+    assert refusals([gpu], named, Overlay())[gpu.id].code == "node"
 
 
 def test_each_refusal_names_its_reason() -> None:

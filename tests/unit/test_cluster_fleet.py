@@ -17,6 +17,7 @@ from dsec.cluster.many import ManyNodes
 from dsec.cluster.members.nodes import Nodes
 from dsec.cluster.members.rulings import want
 from dsec.cluster.pages import merge_pages
+from dsec.cluster.placement import Burst
 from dsec.cluster.registry import Bucket
 from dsec.core import spec
 from dsec.core.errors import (
@@ -257,6 +258,44 @@ async def test_a_launch_that_failed_is_told_and_not_tried_elsewhere(cluster: Clu
     with pytest.raises(LaunchError):
         await cluster.create(key="a")
     assert sum(node.calls for node in cluster.nodes) == 1
+
+
+async def test_a_named_node_and_the_one_with_the_environment_are_chosen(cluster: Cluster) -> None:
+    entry = await cluster.state.registry.get(Bucket.NODES, NODES[1])
+    assert entry is not None
+    card = msgspec.structs.replace(unpack(entry.value, Card), images=("base",))
+    await cluster.state.registry.put(Bucket.NODES, NODES[1], pack(card))
+    await until(lambda: any(view.card is not None and view.card.images for view in cluster.view))
+    assert {(await cluster.create()).node for _ in range(5)} == {NODES[1]}
+
+    named = CreateRequest(spec=msgspec.structs.replace(request().spec, place=spec.Place(node=NODES[3])))
+    assert (await cluster.one.create(named, caller=CALLER, key="n", timeout_s=60)).node == NODES[3]
+    unknown = CreateRequest(spec=msgspec.structs.replace(request().spec, place=spec.Place(node="zzzzzzzz")))
+    with pytest.raises(UnsupportedError, match="another node"):
+        await cluster.one.create(unknown, caller=CALLER, key=None, timeout_s=60)
+
+
+async def test_what_overflows_goes_to_nodes_of_the_pool_and_is_refused_in_words(cluster: Cluster) -> None:
+    for node, labels in ((NODES[0], {}), (NODES[1], {"pool": "cloud"})):
+        card = Card(
+            node=node, term=1, host="h", port=1, version="1", substrates=("fake",), networks={"fake": ("none",)},
+            labels=labels, images=("base",),
+        )  # fmt: skip
+        await cluster.state.registry.put(Bucket.NODES, node, pack(card))
+    await until(lambda: sum(bool(view.card and view.card.images) for view in cluster.view) == 2)
+    cluster.only(0, 1)
+    fleet = ManyNodes(cluster.rpc, cluster.view, cluster.state.registry, cluster.clock, bursts=[Burst("cloud", 0.8)])
+
+    async def place() -> str:
+        return (await fleet.create(request(), caller=CALLER, key=None, timeout_s=60)).node
+
+    assert await place() == NODES[0]
+    cluster.beat(NODES[0], load=NodeLoad(sandboxes=90, sandboxes_max=100))
+    assert await place() == NODES[1]
+    cluster.beat(NODES[0], load=NodeLoad(sandboxes=10, sandboxes_max=100))
+    assert await place() == NODES[0]
+    cluster.beat(NODES[0], admits=False)  # what is closed has no room at all
+    assert await place() == NODES[1]
 
 
 # ---- once per key --------------------------------------------------------------------------------

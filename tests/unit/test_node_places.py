@@ -29,7 +29,12 @@ async def test_a_node_takes_no_second_one_of_a_group_that_is_apart(tmp_path: Pat
 
 async def test_a_node_refuses_what_is_for_another(tmp_path: Path) -> None:
     async with fake_node(tmp_path) as client:
-        for place in (Place(labels={"zone": "x"}), Place(features=("gpu",))):
+        for place in (
+            Place(labels={"zone": "x"}),
+            Place(features=("gpu",)),
+            Place(node="zzzzzzzz"),
+            Place(devices=("a.com/b",)),
+        ):
             wanted = CreateRequest(spec=msgspec.structs.replace(FAKE_SPEC, place=place))
             with pytest.raises(UnsupportedError):
                 await client.call(Method.CREATE, wanted, Sandbox)

@@ -6,7 +6,17 @@ import random
 from collections.abc import Sequence
 from typing import Final
 
-from dsec.cluster.placement import Candidate, Overlay, ask_of, choose, fullness, refusals
+from dsec.cluster.placement import (
+    Burst,
+    Candidate,
+    Overlay,
+    ask_of,
+    choose,
+    fullness,
+    pool_of,
+    refusals,
+    spilling,
+)
 from dsec.core.ids import NodeId
 from dsec.core.spec import SandboxSpec
 from dsec.wire.iam import CapUse, amounts_of
@@ -37,13 +47,15 @@ def cap_verdict(use: CapUse, spec: SandboxSpec) -> CapVerdict:
     )
 
 
-def node_verdicts(plans: Sequence[CreatePlan], spec: SandboxSpec) -> list[NodeVerdict]:
+def node_verdicts(
+    plans: Sequence[CreatePlan], spec: SandboxSpec, project: str = "", bursts: Sequence[Burst] = ()
+) -> list[NodeVerdict]:
     """Placement proposes by what is known of the nodes, and each node has said what it would decide."""
-    ask, overlay = ask_of(spec), Overlay()
-    nodes = {plan.node: _candidate(plan, ask.image) for plan in plans}
-    refused = refusals(nodes.values(), ask, overlay)
+    ask, overlay = ask_of(spec, project), Overlay()
+    nodes = {plan.node: _candidate(plan, ask.image, bursts) for plan in plans}
+    refused = spilling(list(nodes.values()), ask, overlay, bursts) | refusals(nodes.values(), ask, overlay)
     able = [nodes[plan.node] for plan in plans if plan.refused is None and NodeId(plan.node) not in refused]
-    best = choose(able, ask, overlay=overlay, rng=random.Random(_SEED))
+    best = choose(able, ask, overlay=overlay, rng=random.Random(_SEED), bursts=bursts)
     found = []
     for plan in plans:
         node, why = nodes[plan.node], refused.get(NodeId(plan.node))
@@ -66,7 +78,7 @@ def node_verdicts(plans: Sequence[CreatePlan], spec: SandboxSpec) -> list[NodeVe
     return found
 
 
-def _candidate(plan: CreatePlan, image: str | None) -> Candidate:
+def _candidate(plan: CreatePlan, image: str | None, bursts: Sequence[Burst]) -> Candidate:
     facts = plan.facts
     return Candidate(
         NodeId(plan.node),
@@ -74,6 +86,8 @@ def _candidate(plan: CreatePlan, image: str | None) -> Candidate:
         networks=facts.networks,
         features=facts.features,
         labels=facts.labels,
+        devices=facts.devices,
+        pool=pool_of(facts.labels, bursts),
         images=(image,) if facts.has_environment and image is not None else (),
         used=facts.used,
         room=facts.room,

@@ -27,6 +27,7 @@ class Settings:
     url: str | None = None
     token: str | None = None
     project: str | None = None
+    node: str | None = None
     json: bool = False  # set by the command that runs
     quiet: bool = False
 
@@ -39,6 +40,17 @@ def _json_chosen(value: bool) -> bool:
     return value
 
 
+def _node_chosen(value: str | None) -> str | None:
+    settings.node = value or settings.node
+    return value
+
+
+OnNode = Annotated[
+    str | None,
+    typer.Option(
+        "--node", metavar="NODE", help="Of a cluster: on this one.", callback=_node_chosen, show_default=False
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Answer in JSON.", callback=_json_chosen)]
 SandboxName = Annotated[
     str,
@@ -49,7 +61,7 @@ SandboxName = Annotated[
 def client() -> AsyncClient:
     from dsec.sdk.client import AsyncClient
 
-    return AsyncClient(settings.url, settings.token, project=settings.project)
+    return AsyncClient(settings.url, settings.token, project=settings.project, node=settings.node)
 
 
 async def find(client: AsyncClient, name: str) -> AsyncSandbox:

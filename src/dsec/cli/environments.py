@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsec.cli.completion import complete_environment
-from dsec.cli.console import Json, age, clean, client, put_json, run_async, say, settings, table, when
+from dsec.cli.console import Json, OnNode, age, clean, client, put_json, run_async, say, settings, table, when
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def build(
     owner: Annotated[str, typer.Option(metavar="HOW", help="keep, squash or root: whose the files become.")] = "keep",
     replace: Annotated[bool, typer.Option("--replace", help="Give the name to other content.")] = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Build even what was built before.")] = False,
+    node: OnNode = None,
     json: Json = False,
 ) -> None:
     """Build an environment. Exactly one option says what from."""
@@ -167,18 +168,28 @@ def _width() -> int:
     return max(shutil.get_terminal_size().columns - 1, 20)
 
 
-def list_(json: Json = False) -> None:
+def list_(node: OnNode = None, json: Json = False) -> None:
     """List the environments."""
     from dsec.core.units import format_size
 
     async def work() -> None:
         async with client() as c:
             found = await c.environments.list()
+            several = len({node for e in found for node in e.nodes}) > 1
         if settings.json:
             put_json(found)
             return
-        rows = [(e.name, format_size(e.size_bytes), age(time.time() - e.created_at), e.source) for e in found]
-        table(("NAME", "SIZE", "AGE", "SOURCE"), rows)
+        rows = [
+            (
+                e.name,
+                *([",".join(e.nodes)] if several else []),
+                format_size(e.size_bytes),
+                age(time.time() - e.created_at),
+                e.source,
+            )
+            for e in found
+        ]
+        table(("NAME", *(["NODES"] if several else []), "SIZE", "AGE", "SOURCE"), rows)
 
     run_async(work())
 

@@ -84,12 +84,17 @@ def options(
         str | None,
         typer.Option(metavar="PATH", help="Act in this project (default: DSEC_PROJECT, or the token's own)."),
     ] = None,
+    node: Annotated[
+        str | None,
+        typer.Option(metavar="NODE", help="Of a cluster: on this node (default: DSEC_NODE; `dsec cluster nodes`)."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing on stderr but errors.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Say the version and end.", is_eager=True, callback=_version)
     ] = False,
 ) -> None:
     settings.url, settings.token, settings.project, settings.quiet = url, token, project, quiet
+    settings.node = node
     if not quiet:
         _warn()
 

@@ -8,6 +8,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from dsec.cluster.placement import Burst
 from dsec.cluster.queue import CreateQueue, Patience
 from dsec.cluster.rpc import Rpc
 from dsec.core.clock import Clock, SystemClock
@@ -41,6 +42,11 @@ class Fleet(Protocol):
 
     async def node_of_key(self, project: str, key: str) -> NodeId | None:
         """Which node may have made something for this key before; None: none has."""
+        ...
+
+    @property
+    def bursts(self) -> Sequence[Burst]:
+        """By which rules what overflows goes to other pools of nodes."""
         ...
 
     def silent(self) -> Sequence[NodeId]:
@@ -104,6 +110,10 @@ class OneNode:
         if self._node in tried:
             raise CapacityError("there is no other node")
         return self._node
+
+    @property
+    def bursts(self) -> Sequence[Burst]:
+        return ()
 
     def silent(self) -> Sequence[NodeId]:
         return ()

@@ -14,7 +14,20 @@ from dsec.cluster.members.nodes import Nodes, NodeState, NodeView
 from dsec.cluster.names import Claim, Holder, Names
 from dsec.cluster.operations import Operation, Operations
 from dsec.cluster.pages import merge_pages
-from dsec.cluster.placement import Ask, Candidate, Overlay, Refusal, ask_of, choose, refusals, shape_of
+from dsec.cluster.placement import (
+    MAIN_POOL,
+    Ask,
+    Burst,
+    Candidate,
+    Overlay,
+    Refusal,
+    ask_of,
+    choose,
+    pool_of,
+    refusals,
+    shape_of,
+    spilling,
+)
 from dsec.cluster.queue import CreateQueue, Patience, Vetoes
 from dsec.cluster.registry import Registry
 from dsec.cluster.rpc import Rpc
@@ -52,7 +65,7 @@ _LIST_S: Final = 5.0  # for one node: one that does not answer is named, and not
 _ANYWHERE: Final = frozenset((Method.CALL, Method.CALL_TYPES))
 # A refusal of the node itself: it has nothing of this create.
 _REFUSALS: Final = (CapacityError, NotFoundError, UnsupportedError)
-_LASTING: Final = frozenset(("substrate", "network", "feature", "label"))
+_LASTING: Final = frozenset(("node", "substrate", "network", "feature", "device", "label"))
 _HEARTBEAT_LAG_S: Final = 1.0
 
 
@@ -67,6 +80,7 @@ class ManyNodes:
         clock: Clock,
         *,
         events: EventTail | None = None,
+        bursts: Sequence[Burst] = (),
         rng: random.Random | None = None,
     ) -> None:
         """`events`: of the whole cluster; None: there are none to be followed."""
@@ -76,6 +90,7 @@ class ManyNodes:
         self._operations = Operations(registry, clock)
         self._names = Names(registry, clock, self._still_there)
         self._overlay = Overlay()
+        self.bursts = tuple(bursts)
         self._queue = CreateQueue(clock)
         nodes.on_news = self._queue.wake
         self._rng = rng or random.Random()
@@ -118,17 +133,25 @@ class ManyNodes:
         return [view.id for view in self._nodes if view.member is not None and _is_silent(view, now)]
 
     def choose(
-        self, request: CreateRequest, tried: set[NodeId], *, counts: bool = True, only: NodeId | None = None
+        self,
+        request: CreateRequest,
+        tried: set[NodeId],
+        project: str = "",
+        *,
+        counts: bool = True,
+        only: NodeId | None = None,
     ) -> NodeId:
         """`only`: this one or none. Raises CapacityError when no node takes it now, UnsupportedError when none ever
         would."""
         now = self._clock.monotonic_s()
-        ask = ask_of(request.spec)
+        ask = ask_of(request.spec, project)
+        bursts = self.bursts if only is None else ()
         views = [view for view in self._nodes if view.card is not None and only in (None, view.id)]
-        candidates = _Candidates(views, ask, self._overlay, now)
-        found = choose(candidates, ask, overlay=self._overlay, rng=self._rng, tried=tried)
+        candidates = _Candidates(views, ask, self._overlay, now, bursts)
+        found = choose(candidates, ask, overlay=self._overlay, rng=self._rng, tried=tried, bursts=bursts)
         if found is None:
-            raise _no_node(refusals(candidates, ask, self._overlay), ask, tried)
+            there = spilling(candidates, ask, self._overlay, bursts) if bursts else {}
+            raise _no_node(there | refusals(candidates, ask, self._overlay), ask, tried)
         if counts:
             self._overlay.add(found.id, ask, now)
         return found.id
@@ -334,7 +357,7 @@ class _Create:
         before_s = patience.left_s
         node = await fleet.queue.wait(
             self._caller.project,
-            shape_of(self._request.spec),
+            (self._only, shape_of(self._request.spec)),
             lambda: self._choose(self._unfit | self._vetoes.now()),
             patience,
             refused,
@@ -344,7 +367,7 @@ class _Create:
         return node
 
     def _choose(self, but: set[NodeId]) -> NodeId:
-        return self._fleet.choose(self._request, but, only=self._only)
+        return self._fleet.choose(self._request, but, self._caller.project, only=self._only)
 
     def _left_s(self) -> float:
         return self._fleet.left_s(self._until)
@@ -414,8 +437,11 @@ def _is_refusal(error: DsecError, *, first: bool) -> bool:
 class _Candidates(Sequence[Candidate]):
     """Made as they are looked at: of many nodes, a create looks at a few."""
 
-    def __init__(self, views: Sequence[NodeView], ask: Ask, overlay: Overlay, now: float) -> None:
+    def __init__(
+        self, views: Sequence[NodeView], ask: Ask, overlay: Overlay, now: float, bursts: Sequence[Burst]
+    ) -> None:
         self._views = views
+        self._bursts = bursts
         self._ask = ask
         self._overlay = overlay
         self._now = now
@@ -436,11 +462,11 @@ class _Candidates(Sequence[Candidate]):
             view = self._views[place]
             # What a heartbeat tells is a moment old when it comes.
             self._overlay.seen(view.id, view.loaded_at - _HEARTBEAT_LAG_S)
-            found = self._made[place] = _candidate(view, self._ask, self._now)
+            found = self._made[place] = _candidate(view, self._ask, self._now, self._bursts)
         return found
 
 
-def _candidate(view: NodeView, ask: Ask, now: float) -> Candidate:
+def _candidate(view: NodeView, ask: Ask, now: float, bursts: Sequence[Burst]) -> Candidate:
     card, load = view.card, view.load or NodeLoad()
     assert card is not None
     used = {"sandboxes": load.sandboxes, "memory_bytes": load.memory_promised_bytes}
@@ -451,6 +477,9 @@ def _candidate(view: NodeView, ask: Ask, now: float) -> Candidate:
         networks=card.networks.get(ask.substrate, ()),
         features=card.features.get(ask.substrate, ()),
         labels=card.labels,
+        devices=card.devices,
+        images=card.images,
+        pool=pool_of(card.labels, bursts) if bursts else MAIN_POOL,
         closed=view.closed(now),
         used=used,
         room={name: most for name, most in room.items() if most},  # 0: it has not said

@@ -14,6 +14,7 @@ from typing import Final
 from dsec.core.ids import NodeId
 from dsec.core.spec import SandboxSpec
 from dsec.wire.iam import amounts_of
+from dsec.wire.node import reaches
 
 SAMPLE: Final = 4  # nodes that are compared: with figures of a moment ago, the least loaded of all gets every create
 DRAWS: Final = 3  # times as many are drawn to find them, before all are looked at
@@ -35,6 +36,10 @@ class Ask:
     image: str | None = None  # name of its environment
     group: str | None = None  # those of one group spread over nodes
     apart: bool = False  # no two of the group on one node
+    node: str | None = None  # only this one
+    devices: frozenset[str] = frozenset()  # kinds
+    project: str = ""
+    marks: Mapping[str, str] = field(default_factory=dict)  # labels of the sandbox
 
 
 @dataclass(slots=True)
@@ -46,6 +51,7 @@ class Candidate:
     networks: Collection[str] = ("none",)
     features: Collection[str] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
+    devices: Collection[str] = ()
     images: Collection[str] = ()
     pool: str = MAIN_POOL
     closed: str | None = None  # why it takes nothing new: cordoned, suspect, its disk is full
@@ -56,7 +62,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`code`: closed, substrate, network, feature, label, apart, pool, or the dimension that is full."""
+    """`code`: node, closed, substrate, network, feature, device, label, apart, pool, or the dimension that is full."""
 
     code: str
     text: str
@@ -69,9 +75,28 @@ class Burst:
     pool: str
     above: float
     substrates: frozenset[str] | None = None  # only these
+    labels: Mapping[str, str] = field(default_factory=dict)  # only sandboxes that have them
+    projects: tuple[str, ...] = ()  # only these and those below; none: all
+
+    def may_take(self, ask: Ask) -> bool:
+        """Whatever the moment."""
+        return (
+            (self.substrates is None or ask.substrate in self.substrates)
+            and all(ask.marks.get(name) == value for name, value in self.labels.items())
+            and (not self.projects or any(reaches(project, ask.project) for project in self.projects))
+        )
 
     def takes(self, ask: Ask, fullness: float) -> bool:
-        return fullness >= self.above and (self.substrates is None or ask.substrate in self.substrates)
+        return fullness >= self.above and self.may_take(ask)
+
+
+POOL_LABEL: Final = "pool"  # of nodes
+
+
+def pool_of(labels: Mapping[str, str], bursts: Iterable[Burst]) -> str:
+    """A label makes a pool of its own only where a rule sends something there."""
+    name = labels.get(POOL_LABEL, MAIN_POOL)
+    return name if any(burst.pool == name for burst in bursts) else MAIN_POOL
 
 
 class Overlay:
@@ -104,7 +129,7 @@ class Overlay:
         return sum(map(len, self._placed.values()))
 
 
-def ask_of(spec: SandboxSpec) -> Ask:
+def ask_of(spec: SandboxSpec, project: str = "") -> Ask:
     amounts = amounts_of(spec)
     place = spec.place
     features = {
@@ -119,6 +144,10 @@ def ask_of(spec: SandboxSpec) -> Ask:
         image=spec.environment.base,
         group=None if place is None else place.group,
         apart=place is not None and place.apart,
+        node=None if place is None else place.node,
+        devices=frozenset() if place is None else frozenset(place.devices),
+        project=project,
+        marks=spec.labels,
     )
 
 
@@ -126,13 +155,15 @@ def shape_of(spec: SandboxSpec) -> object:
     """Equal for those that any node takes or refuses alike, but for their groups."""
     ask = ask_of(spec)
     return (
-        ask.substrate, ask.network, ask.features, ask.image, ask.group, ask.apart,
-        frozenset(ask.amounts.items()), frozenset(ask.labels.items()),
+        ask.substrate, ask.network, ask.features, ask.image, ask.group, ask.apart, ask.node,
+        frozenset(ask.amounts.items()), frozenset(ask.labels.items()), ask.devices, frozenset(ask.marks.items()),
     )  # fmt: skip
 
 
 def why_not(node: Candidate, ask: Ask, overlay: Overlay) -> Refusal | None:
     """None: it can take it. The lasting reasons come before those that pass."""
+    if ask.node is not None and node.id != ask.node:
+        return Refusal("node", f"another node was asked for: {ask.node}")
     if ask.substrate not in node.substrates:
         return Refusal("substrate", f"it does not offer {ask.substrate}")
     if ask.network not in node.networks:
@@ -140,6 +171,8 @@ def why_not(node: Candidate, ask: Ask, overlay: Overlay) -> Refusal | None:
     if not ask.features.issubset(node.features):
         missing = ", ".join(sorted(ask.features.difference(node.features)))
         return Refusal("feature", f"it lacks {missing}")
+    if lacking := sorted(ask.devices.difference(node.devices)):
+        return Refusal("device", f"it has no device of kind {', '.join(lacking)}")
     for name, value in ask.labels.items():
         if node.labels.get(name) != value:
             return Refusal("label", f"its label {name} is {node.labels.get(name)!r}, not {value!r}")
@@ -180,11 +213,11 @@ def choose(
     bursts: Iterable[Burst] = (),
 ) -> Candidate | None:
     """The best of a few that can take it, drawn at random. None: not one can, and `refusals` says why."""
-    bursts = tuple(bursts)
+    bursts = () if ask.node is not None else tuple(bursts)  # who names a node has chosen its pool
     main = [node for node in nodes if node.pool == MAIN_POOL] if bursts else nodes
     found = _draw(main, ask, overlay, rng, tried)
     if bursts and (found is None or cost(found, ask, overlay) >= min(burst.above for burst in bursts)):
-        full = fullness(main, ask, overlay)
+        full = fullness([node for node in main if node.closed is None], ask, overlay)
         pools = {burst.pool for burst in bursts if burst.takes(ask, full)}
         spill = [node for node in nodes if node.pool in pools and node.pool != MAIN_POOL and ask.image in node.images]
         found = _draw(spill, ask, overlay, rng, tried) or found
@@ -230,6 +263,29 @@ def fullness(nodes: Iterable[Candidate], ask: Ask, overlay: Overlay) -> float:
         if room:
             fullest = max(fullest, used / room)
     return fullest
+
+
+def spilling(nodes: Sequence[Candidate], ask: Ask, overlay: Overlay, bursts: Iterable[Burst]) -> dict[NodeId, Refusal]:
+    """Why nodes of other pools do not take it now, though they could."""
+    full = fullness([node for node in nodes if node.pool == MAIN_POOL and node.closed is None], ask, overlay)
+    rules = tuple(bursts)
+    return {node.id: found for node in nodes if (found := _why_not_there(node, ask, full, rules)) is not None}
+
+
+def _why_not_there(node: Candidate, ask: Ask, full: float, bursts: Sequence[Burst]) -> Refusal | None:
+    if node.pool == MAIN_POOL or ask.node is not None:
+        return None
+    rules = [burst for burst in bursts if burst.pool == node.pool and burst.may_take(ask)]
+    if not rules:
+        return Refusal("pool", f"no rule sends this sandbox to the pool {node.pool!r}")
+    if not any(burst.takes(ask, full) for burst in rules):
+        above = min(burst.above for burst in rules)
+        return Refusal(
+            "pool", f"the pool {node.pool!r} takes it once the others are {above:.0%} full, and now they are {full:.0%}"
+        )
+    if ask.image not in node.images:
+        return Refusal("pool", f"the pool {node.pool!r} takes what has its environment there, and {ask.image!r} is not")
+    return None
 
 
 def refusals(nodes: Iterable[Candidate], ask: Ask, overlay: Overlay) -> dict[NodeId, Refusal]:

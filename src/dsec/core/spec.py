@@ -11,7 +11,7 @@ import msgspec
 
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError
-from dsec.core.ids import parse_name
+from dsec.core.ids import parse_name, parse_node_id
 from dsec.core.references import parse_reference
 from dsec.core.units import format_number, format_size
 
@@ -119,9 +119,19 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     features: tuple[str, ...] = ()  # that the node has, such as "pause" or "kvm"
     group: str | None = None
     apart: bool = False
+    node: str | None = None  # only this one
+    devices: tuple[str, ...] = ()  # kinds that the node has, as CDI has them: vendor.com/class
 
     def __post_init__(self) -> None:
+        if len(self.devices) > limits.LABELS_MAX:
+            raise LimitError(f"at most {limits.LABELS_MAX} kinds of devices, not {len(self.devices)}")
+        for kind in self.devices:
+            vendor, slash, name = kind[:256].partition("/")
+            if not (vendor and slash and name) or not kind.isascii() or not kind.isprintable() or len(kind) > 255:
+                raise InvalidArgumentError(f"{kind[:80]!r} is no kind of device", hint="such as nvidia.com/gpu")
         check_labels(self.labels)
+        if self.node is not None:
+            parse_node_id(self.node)
         if len(self.features) > limits.LABELS_MAX:
             raise LimitError(f"at most {limits.LABELS_MAX} features, not {len(self.features)}")
         for feature in self.features:

@@ -11,6 +11,7 @@ VARIABLES: Final = {
     "DSEC_URL": "the service that commands and the SDK speak to: http://host:port, https://… or unix:///path",
     "DSEC_TOKEN": "the token to show to that service",
     "DSEC_PROJECT": "path of the project to act in, instead of the token's own",
+    "DSEC_NODE": "id of the node of a cluster that is meant, for what is of one node",
     "DSEC_RUN_DIR": "run directory of the local service, where its socket is",
     "DSEC_STATE_DIR": "state directory of the local service",
     "DSEC_CONFIG": "configuration file of the service, instead of /etc/dsec/dsec.toml",

@@ -29,6 +29,7 @@ from dsec.core.ids import NodeId, SandboxId, new_sandbox_id
 from dsec.core.spec import SandboxSpec, Substrate
 from dsec.core.states import EndCause, SandboxState
 from dsec.node.admission import Room, refusal
+from dsec.node.devices import Devices
 from dsec.node.environments import Environments, Resolved
 from dsec.node.execs import NodeExec
 from dsec.node.facts import check_place, facts_of
@@ -79,6 +80,7 @@ class Creation:
         self._environments = environments
         self._room = room
         self._boot_id = boot_id
+        self._devices = Devices(services.config.calls.cdi_dirs)
         self._once: Once[Sandbox] = Once(services.tasks, "create")
         self._turn = asyncio.Semaphore(services.config.creates_at_once_max)
         self._limits: dict[str, asyncio.Timeout] = {}  # of sandboxes that are being made
@@ -156,13 +158,14 @@ class Creation:
         except DsecError as error:
             refused = body_of(error)
         labels = self._services.config.labels
+        devices = await asyncio.to_thread(self._devices.kinds) if spec.place is not None and spec.place.devices else ()
         return CreatePlan(
             node=self._services.journal.node_id,
             project=project,
             spec=spec,
             known=known,
             refused=refused,
-            facts=facts_of(spec, self._backends, self._room(), labels, has_environment=found),
+            facts=facts_of(spec, self._backends, self._room(), labels, has_environment=found, devices=devices),
         )
 
     def _origin(self, request: CreateRequest, caller: Caller) -> Origin | None:
@@ -250,7 +253,7 @@ class Creation:
                 f"{spec.substrate} sandboxes on this node cannot be held to a disk limit",
                 hint="leave disk out, or see what `dsec doctor` says of the disk limit",
             )
-        check_place(spec, backend, self._services.config.labels)
+        check_place(spec, backend, self._services.config.labels, self._services.journal.node_id, self._devices.kinds)
         if spec.links and not backend.capabilities.links:
             raise UnsupportedError(f"{spec.substrate} sandboxes on this node cannot have links to others")
         if spec.volumes and not backend.capabilities.volumes:

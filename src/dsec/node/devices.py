@@ -18,7 +18,7 @@ import msgspec
 
 from dsec.backends.base import DeviceNode, VolumeSource
 from dsec.backends.fncall.config import DeviceMode, check_device_name
-from dsec.core.errors import CapacityError, InvalidArgumentError, UnsupportedError
+from dsec.core.errors import CapacityError, DsecError, InvalidArgumentError, UnsupportedError
 from dsec.core.spec import check_env
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import from_json, from_yaml
@@ -132,6 +132,14 @@ class Devices:
         env = [_pair(word) for part in edits for word in part.env or ()]
         check_env(dict(env))
         return DeviceSet(tuple(nodes.values()), tuple(mounts.values()), tuple(env))
+
+    def kinds(self) -> tuple[str, ...]:
+        """Of which there are any. Reads files; descriptions that are none have none."""
+        try:
+            return tuple(sorted({name.partition("=")[0] for name in self._read()}))
+        except DsecError as error:
+            log.warning("descriptions of devices cannot be read", error=error.message)
+            return ()
 
     # -- inside ------------------------------------------------------------------------------------
 

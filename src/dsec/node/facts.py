@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from dsec.backends.base import Backend, Capabilities, Keeps
 from dsec.core.errors import UnsupportedError
@@ -28,13 +28,19 @@ def features_of(able: Capabilities) -> frozenset[str]:
     return frozenset(name for name, has in found.items() if has)
 
 
-def check_place(spec: SandboxSpec, backend: Backend, labels: Mapping[str, str]) -> None:
+def check_place(
+    spec: SandboxSpec, backend: Backend, labels: Mapping[str, str], node: str, kinds: Callable[[], Collection[str]]
+) -> None:
     """Raises UnsupportedError: the sandbox is for another node."""
     if spec.place is None:
         return
+    if spec.place.node not in (None, node):
+        raise UnsupportedError(f"the sandbox is to be on node {spec.place.node}, and this is {node}")
     missing = sorted(set(spec.place.features) - features_of(backend.capabilities))
     if missing:
         raise UnsupportedError(f"{spec.substrate} sandboxes on this node lack {', '.join(missing)}")
+    if lacking := sorted(set(spec.place.devices).difference(kinds() if spec.place.devices else ())):
+        raise UnsupportedError(f"this node has no device of kind {', '.join(lacking)}")
     for name, value in spec.place.labels.items():
         if labels.get(name) != value:
             raise UnsupportedError(f"the label {name} of this node is {labels.get(name)!r}, not {value!r}")
@@ -47,6 +53,7 @@ def facts_of(
     labels: Mapping[str, str],
     *,
     has_environment: bool,
+    devices: Collection[str] = (),
 ) -> NodeFacts:
     backend = backends.get(spec.substrate)
     able = None if backend is None else backend.capabilities
@@ -55,6 +62,7 @@ def facts_of(
         networks=() if able is None else tuple(sorted(map(str, able.networks))),
         features=() if able is None else tuple(sorted(features_of(able))),
         labels=dict(labels),
+        devices=tuple(devices),
         has_environment=has_environment,
         used={"sandboxes": room.sandboxes, "memory_bytes": room.memory_promised_bytes},
         room={

@@ -69,8 +69,9 @@ class AsyncCreated:
 
 
 class AsyncClient:
-    """Speaks to one service. Arguments win over DSEC_URL, DSEC_TOKEN and DSEC_PROJECT; without any of them it is the
-    service of this machine, which is started when it does not run. `project`: that it acts in, and no higher.
+    """Speaks to one service. Arguments win over DSEC_URL, DSEC_TOKEN, DSEC_PROJECT and DSEC_NODE; without any of them
+    it is the service of this machine, which is started when it does not run. `project`: that it acts in, and no higher.
+    `node`: of a cluster, which is meant by all that is of one node (environments, volumes), and where creates go.
 
         async with dsec.AsyncClient() as client:
             sandboxes = await client.list()
@@ -82,9 +83,10 @@ class AsyncClient:
         token: str | None = None,
         *,
         project: str | None = None,
+        node: str | None = None,
         request_timeout_s: float = 60.0,
     ) -> None:
-        self._transport = Transport(find_endpoint(url, token, project), request_timeout_s=request_timeout_s)
+        self._transport = Transport(find_endpoint(url, token, project, node), request_timeout_s=request_timeout_s)
         self._projects = AsyncProjects(self._transport)
         self._grants = AsyncGrants(self._transport)
         self._environments = AsyncEnvironments(self._transport)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from dsec.core.errors import InvalidArgumentError
+from dsec.core.ids import parse_node_id
 from dsec.wire import api
 
 _RUN_DIR: Final = "DSEC_RUN_DIR"
@@ -22,6 +23,7 @@ class Endpoint:
     base: str = "http://dsec"
     token: str | None = None
     project: str | None = None  # to act in, instead of the token's own
+    node: str | None = None  # that is meant, where there are several
     autostart: bool = False  # nothing was asked for: the local service may be started
 
     def __str__(self) -> str:
@@ -31,19 +33,24 @@ class Endpoint:
         return f"Endpoint({self})"  # without the token: this ends up in logs
 
 
-def find_endpoint(url: str | None = None, token: str | None = None, project: str | None = None) -> Endpoint:
-    """Arguments win over DSEC_URL, DSEC_TOKEN and DSEC_PROJECT; without an address it is the local socket."""
+def find_endpoint(
+    url: str | None = None, token: str | None = None, project: str | None = None, node: str | None = None
+) -> Endpoint:
+    """Arguments win over DSEC_URL, DSEC_TOKEN, DSEC_PROJECT, DSEC_NODE; without an address it is the local socket."""
     project = project if project is not None else os.environ.get(api.ENV_PROJECT) or None
     if project is not None and (not project.startswith("/") or any(ord(c) <= 32 or ord(c) > 126 for c in project)):
         raise InvalidArgumentError(f"{project[:80]!r} is not a project path", hint="such as /team/run-7")
+    node = node if node is not None else os.environ.get(api.ENV_NODE) or None
+    if node is not None:
+        parse_node_id(node)
     token = token if token is not None else os.environ.get(api.ENV_TOKEN) or None
     url = url if url is not None else os.environ.get(api.ENV_URL) or None
     if token is not None and any(ord(c) <= 32 or ord(c) > 126 for c in token):
         raise InvalidArgumentError("the token holds characters that no token has", hint="look for a line break in it")
     if url is None:
         socket = str(local_run_dir() / api.DEFAULT_SOCKET_NAME)
-        return Endpoint(socket=socket, token=token, project=project, autostart=True)
-    return parse_endpoint(url, token, project)
+        return Endpoint(socket=socket, token=token, project=project, node=node, autostart=True)
+    return replace(parse_endpoint(url, token, project), node=node)
 
 
 def parse_endpoint(url: str, token: str | None = None, project: str | None = None) -> Endpoint:

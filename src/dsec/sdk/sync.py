@@ -1549,8 +1549,9 @@ class Created(Blocking[AsyncCreated]):
 
 
 class Client(Blocking[AsyncClient]):
-    """Speaks to one service. Arguments win over DSEC_URL, DSEC_TOKEN and DSEC_PROJECT; without any of them it is the
-    service of this machine, which is started when it does not run. `project`: that it acts in, and no higher.
+    """Speaks to one service. Arguments win over DSEC_URL, DSEC_TOKEN, DSEC_PROJECT and DSEC_NODE; without any of them
+    it is the service of this machine, which is started when it does not run. `project`: that it acts in, and no higher.
+    `node`: of a cluster, which is meant by all that is of one node (environments, volumes), and where creates go.
 
         with dsec.Client() as client:
             sandboxes = client.list()
@@ -1562,9 +1563,10 @@ class Client(Blocking[AsyncClient]):
         token: str | None = None,
         *,
         project: str | None = None,
+        node: str | None = None,
         request_timeout_s: float = 60.0,
     ) -> None:
-        self._async = AsyncClient(url, token, project=project, request_timeout_s=request_timeout_s)
+        self._async = AsyncClient(url, token, project=project, node=node, request_timeout_s=request_timeout_s)
 
     @property
     def url(self) -> str:

@@ -91,7 +91,8 @@ class Transport:
         self._prefix = f"{address.path}{api.PREFIX}"
         authorization = "" if endpoint.token is None else f"Authorization: Bearer {endpoint.token}\r\n"
         project = "" if endpoint.project is None else f"{api.HEADER_PROJECT}: {endpoint.project}\r\n"
-        self._fixed_head = f"Host: {address.netloc}\r\nUser-Agent: dsec-sdk\r\n{authorization}{project}"
+        node = "" if endpoint.node is None else f"{api.HEADER_NODE}: {endpoint.node}\r\n"
+        self._fixed_head = f"Host: {address.netloc}\r\nUser-Agent: dsec-sdk\r\n{authorization}{project}{node}"
 
     # ---- requests ----
 
@@ -191,6 +192,8 @@ class Transport:
             headers["Authorization"] = f"Bearer {self.endpoint.token}"
         if self.endpoint.project is not None:
             headers[api.HEADER_PROJECT] = self.endpoint.project
+        if self.endpoint.node is not None:
+            headers[api.HEADER_NODE] = self.endpoint.node
         with self._translated(reads=False):
             try:
                 connection = await session.ws_connect(

@@ -7,14 +7,40 @@ from typing import Final
 
 import msgspec
 
+from dsec.cluster.placement import Burst
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
-from dsec.core.spec import check_labels
+from dsec.core.spec import Substrate, check_labels
 from dsec.core.units import parse_size
+from dsec.iam.projects import parse_project
 
 METRICS_DEFAULT: Final = "127.0.0.1:7374"
 _SERVER: Final = re.compile(r"(?:nats|tls)://[A-Za-z0-9_.:\[\]-]+\Z")
 _PLACE: Final = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[A-Za-z0-9.-]+)):(?P<port>[0-9]{1,5})\Z")
+
+
+class BurstSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Nodes with the label `pool` of this value take only what a rule sends there: sandboxes whose environment they
+    have, while the other nodes together are fuller than `above`."""
+
+    pool: str
+    above: float = 0.8  # of their room, in what the sandbox asks for most of
+    substrates: tuple[Substrate, ...] = ()  # only of these; none: all
+    labels: dict[str, str] = {}  # only sandboxes that have them
+    projects: tuple[str, ...] = ()  # only of these and those below; none: all
+
+    def __post_init__(self) -> None:
+        if not self.pool:
+            raise InvalidArgumentError("a burst rule names the pool of nodes")
+        if not 0 <= self.above <= 1:
+            raise InvalidArgumentError("above is a part of the room, between 0 and 1")
+        check_labels(self.labels)
+        for project in self.projects:
+            parse_project(project)
+
+    def rule(self) -> Burst:
+        substrates = frozenset(map(str, self.substrates)) or None
+        return Burst(self.pool, self.above, substrates, self.labels, self.projects)
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -27,6 +53,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     listen: str = "0.0.0.0:7373"  # where a node listens for API replicas
     advertise: str | None = None  # HOST:PORT at which they reach it; none: where it listens
     labels: dict[str, str] = {}  # of a node
+    bursts: dict[str, BurstSettings] = {}  # of a replica, under any names: what overflows to another pool of nodes
     metrics: str | None = METRICS_DEFAULT  # HOST:PORT at which a node or a watcher has /metrics; none: nowhere
 
     def __post_init__(self) -> None:

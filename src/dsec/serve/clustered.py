@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from nats.aio.msg import Msg
 
 from dsec import __version__
@@ -32,6 +33,8 @@ from dsec.cluster.publishing import EventPublisher
 from dsec.cluster.tombstones import TombstoneRpc
 from dsec.core.clock import SystemClock
 from dsec.core.errors import DsecError, InvalidArgumentError, NodeRetiredError, PlatformError, UnavailableError
+from dsec.core.limits import CARD_IMAGES_BYTES_MAX, DEVICE_KINDS_MAX
+from dsec.node.devices import Devices
 from dsec.node.events import event_of
 from dsec.node.facts import features_of
 from dsec.node.journal import take_node_id
@@ -51,6 +54,7 @@ from dsec.wire.events import EventKind
 log = get_logger(__name__)
 
 _RETRY_S: Final = 1.0
+_DESCRIBE_S: Final = 15.0  # an environment that was built is preferred that much later
 
 
 class _Clustered:
@@ -161,7 +165,8 @@ class ApiProcess(_Clustered):
         tail = EventTail(EngineLog(self.engine), self.identity.unit)
         await tail.start()
         self.stack.push_async_callback(tail.close)
-        fleet = ManyNodes(rpc, nodes, registry, self.clock, events=tail)
+        bursts = [rule.rule() for rule in self.config.cluster.bursts.values()]
+        fleet = ManyNodes(rpc, nodes, registry, self.clock, events=tail, bursts=bursts)
         self.stack.push_async_callback(fleet.close)
         await self._api.start(rpc, fleet, await self.follow_jobs(registry), registry)
 
@@ -214,6 +219,7 @@ class NodeProcess(_Clustered):
         self.node: Node
         self.membership: Membership
         self.address = ("", 0)
+        self._described_until = 0.0
 
     async def _start(self) -> None:
         config, node_id = self.config, self.identity.node
@@ -280,7 +286,28 @@ class NodeProcess(_Clustered):
             clock=self.clock,
             load=self.node.load,
             came_back=came_back,
+            describe=self._described,
         )
+
+    async def _described(self, card: Card) -> Card:
+        """With what is on this node now, as far as a card has room for it."""
+        if self.clock.monotonic_s() < self._described_until:
+            return card
+        images: list[str] = []
+        room = CARD_IMAGES_BYTES_MAX
+        try:
+            found = sorted(await self.node.environments.list(), key=lambda info: -info.created_at)
+        except DsecError as error:
+            log.warning("the card does not say which environments there are", error=error.message)
+            return card
+        for info in found:
+            room -= len(info.name) + 2
+            if room < 0:
+                break
+            images.append(info.name)
+        devices = await asyncio.to_thread(Devices(self.node.config.calls.cdi_dirs).kinds)
+        self._described_until = self.clock.monotonic_s() + _DESCRIBE_S
+        return msgspec.structs.replace(card, images=tuple(images), devices=devices[:DEVICE_KINDS_MAX])
 
     def _advertised(self) -> tuple[str, int]:
         """A port of 0 is the one that was got."""

@@ -12,6 +12,7 @@ PREFIX: Final = "/v1"
 HEADER_IDEMPOTENCY: Final = "Idempotency-Key"
 HEADER_REQUEST_ID: Final = "X-Request-Id"
 HEADER_PROJECT: Final = "Dsec-Project"  # path of the project to act in, instead of the token's own
+HEADER_NODE: Final = "Dsec-Node"  # id of the node that is meant, where there are several
 HEADER_FILE_INFO: Final = "X-Dsec-File"  # FileInfo as JSON, on GET of a file or archive
 
 TYPE_JSON: Final = "application/json"
@@ -25,4 +26,5 @@ RUN_DIR_ROOT: Final = "/run/dsec"
 STATE_DIR_ROOT: Final = "/var/lib/dsec"
 ENV_URL: Final = "DSEC_URL"  # http://host:port, or unix:///path/to/socket
 ENV_TOKEN: Final = "DSEC_TOKEN"
+ENV_NODE: Final = "DSEC_NODE"
 ENV_PROJECT: Final = "DSEC_PROJECT"  # path of the project to act in

@@ -50,6 +50,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     features: dict[str, tuple[str, ...]] = {}  # substrate → abilities
     labels: dict[str, str] = {}
     started_at: float = 0.0
+    images: tuple[str, ...] = ()  # environments that are there, as far as a card has room for them
+    devices: tuple[str, ...] = ()  # kinds, as CDI has them
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

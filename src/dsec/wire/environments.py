@@ -269,10 +269,12 @@ class EnvironmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
     parts: tuple[EnvironmentPart, ...] = ()  # of a composed one, lowest first
     follow: bool = False  # its parts are looked up at each create; otherwise they are locked
+    nodes: tuple[str, ...] = ()  # that have it, in a list of a cluster
 
 
 class EnvironmentPage(msgspec.Struct, frozen=True):
     environments: list[EnvironmentInfo] = []
+    missing: list[str] = []  # nodes that did not answer
 
 
 class EnvironmentRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

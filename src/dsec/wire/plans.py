@@ -33,6 +33,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     networks: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     labels: dict[str, str] = {}
+    devices: tuple[str, ...] = ()  # kinds
     has_environment: bool = False
     used: dict[str, int] = {}  # dimension → how much
     room: dict[str, int] = {}

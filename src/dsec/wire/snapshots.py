@@ -30,11 +30,13 @@ class SnapshotInfo(msgspec.Struct, frozen=True, kw_only=True):
     frozen_ms: float = 0.0  # for how long the sandbox stood still
     notes: str = ""  # what a snapshot cannot hold, and this one lacks
     keeps: str = "disk"  # or "disk+memory": what runs goes on where it was
+    node: str | None = None  # where it is, in a list of a cluster
 
 
 class SnapshotPage(msgspec.Struct, frozen=True):
     snapshots: list[SnapshotInfo] = []
     next: str | None = None  # cursor for the next page
+    missing: list[str] = []  # nodes that did not answer
 
 
 class SnapshotQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

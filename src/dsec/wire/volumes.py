@@ -52,7 +52,9 @@ class VolumeInfo(msgspec.Struct, frozen=True, kw_only=True):
     uid: int | None = None
     gid: int | None = None
     used_by: tuple[VolumeUser, ...] = ()  # sandboxes that the caller may see
+    node: str | None = None  # where it is, in a list of a cluster
 
 
 class VolumePage(msgspec.Struct, frozen=True):
     volumes: list[VolumeInfo] = []
+    missing: list[str] = []  # nodes that did not answer

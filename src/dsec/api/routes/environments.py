@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dsec.api.errors import told
 from dsec.api.request import Answer, ClientGoneError, Request
+from dsec.api.routes import everywhere
 from dsec.api.routing import Route
 from dsec.core.errors import ProtocolError
 from dsec.core.references import parse_reference
@@ -25,11 +26,11 @@ from dsec.wire.frames import Frame, FrameType
 from dsec.wire.images import Export, ExportedImage, ExportRequest
 from dsec.wire.layers import CollapseRequest
 from dsec.wire.machines import MachineInfo
-from dsec.wire.node import Done, Method, Nothing, Right
+from dsec.wire.node import Done, Method, Right
 
 
 async def list_environments(request: Request) -> Answer:
-    return await request.forward(Method.ENVIRONMENT_LIST, Nothing(), EnvironmentPage)
+    return Answer(to_json(await everywhere.environments(request)))
 
 
 async def get_environment(request: Request) -> Answer:

@@ -7,16 +7,19 @@ import re
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
+
 from dsec.api.jobgate import made_in_job
 from dsec.api.query import Kind, Param
 from dsec.api.request import CALL_MARGIN_S, CALL_TIMEOUT_S, Answer, Request
 from dsec.api.routing import Route
 from dsec.cluster.queue import Patience
 from dsec.core.errors import DeadlineError, InvalidArgumentError
-from dsec.core.ids import NodeId
+from dsec.core.ids import NodeId, parse_node_id
 from dsec.core.limits import LIST_PAGE_DEFAULT, LIST_PAGE_MAX
-from dsec.core.spec import check_labels
+from dsec.core.spec import Place, check_labels
 from dsec.core.states import SandboxState
+from dsec.wire.api import HEADER_NODE
 from dsec.wire.codec import to_json
 from dsec.wire.node import Method, Right, SetTtl
 from dsec.wire.plans import Explanation
@@ -38,10 +41,22 @@ _WAIT = re.compile(r"wait=([0-9]{1,6}(?:\.[0-9]{1,3})?)\Z")
 
 
 async def create_sandbox(request: Request) -> Answer:
-    body = await request.record(CreateRequest)
+    body = on_named_node(await request.record(CreateRequest), request)
     wait_s = _preferred_wait_s(request)
     sandbox = await create(request, body, key=request.key, wait_s=wait_s)
     return Answer(to_json(sandbox), status=201)
+
+
+def on_named_node(body: CreateRequest, request: Request) -> CreateRequest:
+    """The header says so of a create, as of all else that is of one node."""
+    named = request.header(HEADER_NODE.lower().encode())
+    if named is None:
+        return body
+    place = body.spec.place or Place()
+    if place.node is not None:
+        return body
+    place = msgspec.structs.replace(place, node=parse_node_id(named.decode("ascii", "replace")))
+    return msgspec.structs.replace(body, spec=msgspec.structs.replace(body.spec, place=place))
 
 
 async def create(
@@ -102,7 +117,7 @@ def _preferred_wait_s(request: Request) -> float | None:
 
 
 async def explain_create(request: Request) -> Answer:
-    body = await request.record(CreateRequest)
+    body = on_named_node(await request.record(CreateRequest), request)
     return Answer(to_json(await request.services.admission.explain(body, request.caller)))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from dsec.api.query import Kind, Param
 from dsec.api.request import Answer, Request
+from dsec.api.routes import everywhere
 from dsec.api.routing import Route
 from dsec.core.ids import parse_name
 from dsec.core.limits import CREATE_TIMEOUT_S_MAX, LIST_PAGE_DEFAULT, LIST_PAGE_MAX
@@ -62,7 +63,7 @@ async def roll_sandbox_back(request: Request) -> Answer:
 async def list_snapshots(request: Request) -> Answer:
     query = request.query
     listing = SnapshotQuery(sandbox=query["sandbox"], limit=query["limit"], cursor=query["cursor"])
-    return await request.forward(Method.SNAPSHOT_LIST, listing, SnapshotPage)
+    return Answer(to_json(await everywhere.snapshots(request, listing)))
 
 
 async def get_snapshot(request: Request) -> Answer:

@@ -7,10 +7,12 @@ from typing import Final
 
 from dsec.api.query import Kind, Param
 from dsec.api.request import Answer, Request
+from dsec.api.routes import everywhere
 from dsec.api.routing import Route
 from dsec.core.ids import parse_name
 from dsec.iam.projects import parse_project
-from dsec.wire.node import Done, Method, Nothing, Right
+from dsec.wire.codec import to_json
+from dsec.wire.node import Done, Method, Right
 from dsec.wire.volumes import VolumeInfo, VolumePage, VolumeRef, VolumeRequest
 
 _CREATE_TIMEOUT_S: Final = 180.0  # a file system of terabytes takes its time
@@ -23,7 +25,7 @@ async def create_volume(request: Request) -> Answer:
 
 
 async def list_volumes(request: Request) -> Answer:
-    return await request.forward(Method.VOLUME_LIST, Nothing(), VolumePage)
+    return Answer(to_json(await everywhere.volumes(request)))
 
 
 async def get_volume(request: Request) -> Answer:

@@ -62,6 +62,7 @@ class Membership:
         clock: Clock,
         load: Callable[[], NodeLoad],
         came_back: Callable[[], Awaitable[None]],
+        describe: Callable[[Card], Awaitable[Card]] | None = None,
         timing: Timing | None = None,
     ) -> None:
         self._registry = registry
@@ -71,6 +72,7 @@ class Membership:
         self._clock = clock
         self._load = load
         self._came_back = came_back
+        self._describe = describe  # a card as it is to be from now on
         self._timing = timing or Timing()
         self._revision = 0
         self._good_until = 0.0
@@ -189,6 +191,8 @@ class Membership:
         raise UnavailableError(f"the card of node {self.node} changes all the time")
 
     async def _put_card(self, revision: int | None) -> None:
+        if self._describe is not None:
+            self._card = await self._describe(self._card)
         sent = self._clock.monotonic_s()
         body, ttl_s = pack(self._card), self._timing.card_ttl_s
         if revision is None:
