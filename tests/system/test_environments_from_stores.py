@@ -135,6 +135,17 @@ async def test_what_is_pushed_is_built_elsewhere_and_only_what_is_read_comes(pla
     assert after.touched_bytes > 0 < after.misses
 
 
+async def test_a_create_takes_what_its_node_lacks_from_a_store_that_the_operator_named(
+    place: Place, shared: Shared
+) -> None:
+    place.settings["storage"] = {"pull": [shared.url]}
+    async with served(place) as (_, client):
+        async with await client.create(ENVIRONMENT) as sb:
+            assert (await sb.exec(PYTHON, check=True)).stdout == "[42]\n"
+        with pytest.raises(dsec.errors.EnvironmentNotFoundError):
+            await client.create("nobody-has-this")
+
+
 async def test_the_next_node_loads_first_what_a_trace_says(place: Place, shared: Shared) -> None:
     async with with_it(place, shared) as client:
         with pytest.raises(ConflictError, match="has been read"):

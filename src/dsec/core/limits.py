@@ -137,6 +137,8 @@ IMAGE_CACHE_BYTES_DEFAULT: Final = 16 * GIB  # blobs of images from registries, 
 IMAGE_PACKAGES_MAX: Final = 1_000  # of one build: bounds its command line and its request
 TAR_HEADER_BYTES_MAX: Final = 4 * MIB  # all headers of one member: long names, pax records, sparse maps
 BUILD_LOG_LINE_BYTES_MAX: Final = 2_000  # what a package says while it is set up is cut at this
+PULLS_MAX: Final = 4  # environments taken from stores at once, because creates ask for them: each a few requests
+PULLS_FAILED_KEPT: Final = 1_000  # names that no store had a moment ago; the oldest is looked for again
 BUILDS_MAX: Final = 4  # at once in one process: each may take a core and gigabytes of disk
 BUILD_TIMEOUT_S_DEFAULT: Final = 3_600.0  # a large set of packages over a slow line
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dsec.backends.base import Layer
-from dsec.core.errors import NotFoundError, StorageError
+from dsec.core.errors import EnvironmentNotFoundError, NotFoundError, StorageError
 from dsec.core.spec import Environment
 from dsec.image.build import build_events, collapse_events, export_events, machine_events, push_events
 from dsec.image.compose import compose, update
@@ -18,6 +18,7 @@ from dsec.image.inventory import find_layer, get_layer, list_layers, remove_laye
 from dsec.image.registry.blobs import BlobCache
 from dsec.image.registry.client import DEFAULT_SETTINGS, RegistrySettings
 from dsec.node.loading import environment_stats, layer_use, record_trace
+from dsec.node.pulling import Pulls, missing
 from dsec.storage.disks import DiskLayers
 from dsec.storage.layers import LayerLocation
 from dsec.storage.remote import RemoteLayers
@@ -159,14 +160,27 @@ class StoredEnvironments:
     """Those of an EnvironmentStore. Resolving reads a few small files that are in memory; the rest runs in threads."""
 
     def __init__(
-        self, store: EnvironmentStore, remote: RemoteLayers, *, registries: RegistrySettings = DEFAULT_SETTINGS
+        self,
+        store: EnvironmentStore,
+        remote: RemoteLayers,
+        *,
+        registries: RegistrySettings = DEFAULT_SETTINGS,
+        pull: Sequence[str] = (),
     ) -> None:
+        """`pull`: stores from which environments are taken that are asked for and not here."""
         self._store = store
         self._remote = remote
         self._registries = registries
+        self._pulls = Pulls(pull, self.build)
 
     async def acquire(self, environment: Environment) -> Resolved:
-        locked, lease = self._store.acquire(environment)
+        try:
+            locked, lease = self._store.acquire(environment)
+        except EnvironmentNotFoundError:
+            lacking = await missing(environment.names(), self._store.get)
+            if not lacking or not all([await self._pulls.pull(name) for name in lacking]):
+                raise
+            locked, lease = self._store.acquire(environment)
         try:
             layers = await self._mountable(locked.layers)
         except BaseException:

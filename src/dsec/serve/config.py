@@ -242,10 +242,12 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     cache_bytes: int | str = 32 * limits.GIB  # of chunks of layers that are loaded from stores, on this node's disk
 
     stores: tuple[str, ...] = ()  # that layers are taken of, or pushed to, by URL, or what they lie below; empty: any
+    pull: tuple[str, ...] = ()  # stores that an environment is taken of which a create asks for and the node lacks
     loader_front: str = "auto"  # how readers come to chunks: "fuse", "fanotify" (Linux 6.14), "auto": fuse where it is
 
     def __post_init__(self) -> None:
         trusted_stores(self.stores)
+        trusted_stores(self.pull)
         if self.loader_front not in FRONTS:
             raise InvalidArgumentError(f"storage.loader_front must be one of {', '.join(FRONTS)}")
         if self.cache_size() < limits.CACHE_BYTES_MIN:

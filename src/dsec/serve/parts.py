@@ -87,7 +87,11 @@ class NodePart:
         registries = config.registries.settings()
         remote = RemoteLayers(loader, trusted=trusted_stores(storage.stores))
         return StoredEnvironments(
-            EnvironmentStore(state, record_keep_s=config.node.collect.record_keep_s), remote, registries=registries
+            EnvironmentStore(state, record_keep_s=config.node.collect.record_keep_s),
+            remote,
+            registries=registries,
+            pull=storage.pull,
+            pull=storage.pull,
         )
 
 
