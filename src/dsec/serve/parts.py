@@ -91,7 +91,6 @@ class NodePart:
             remote,
             registries=registries,
             pull=storage.pull,
-            pull=storage.pull,
         )
 
 
