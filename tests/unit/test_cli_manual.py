@@ -105,7 +105,9 @@ def test_help_of_no_command_names_the_nearest() -> None:
 
 
 def test_variables_are_those_that_the_service_and_the_client_read() -> None:
-    assert set(SERVICE_VARIABLES) | {"DSEC_URL", "DSEC_TOKEN", "DSEC_PROJECT", "DSEC_CONFIG"} == set(VARIABLES)
+    assert set(SERVICE_VARIABLES) | {"DSEC_URL", "DSEC_TOKEN", "DSEC_PROJECT", "DSEC_NODE", "DSEC_CONFIG"} == set(
+        VARIABLES
+    )
 
 
 def test_a_variable_with_a_letter_wrong_is_told_with_the_right_one() -> None:
