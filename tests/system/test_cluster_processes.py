@@ -338,10 +338,8 @@ async def test_a_lost_node_comes_back_with_its_sandboxes_and_without_their_names
     finally:
         stopped.send_signal(signal.SIGCONT)
     async with asyncio.timeout(60):
-        while (await caller.ask("GET", f"/sandboxes/{old['id']}"))[0] != 200:  # noqa: ASYNC110  nothing tells of it
+        while (back := (await caller.ask("GET", f"/sandboxes/{old['id']}", at=1))[1]).get("state") != "running":
             await asyncio.sleep(0.2)
-
-    _, back = await caller.ask("GET", f"/sandboxes/{old['id']}", at=1)
     _, page = await caller.ask("GET", f"/sandboxes?name={spec['name']}", at=1)
     assert (back["state"], back["name"]) == ("running", None)
     told = await events_of(cluster, old["id"], 4)
