@@ -338,7 +338,7 @@ async def test_a_lost_node_comes_back_with_its_sandboxes_and_without_their_names
     finally:
         stopped.send_signal(signal.SIGCONT)
     async with asyncio.timeout(60):
-        while (back := (await caller.ask("GET", f"/sandboxes/{old['id']}", at=1))[1]).get("state") != "running":
+        while (back := (await caller.ask("GET", f"/sandboxes/{old['id']}", at=1))[1]).get("state") != "running":  # noqa: ASYNC110
             await asyncio.sleep(0.2)
     _, page = await caller.ask("GET", f"/sandboxes?name={spec['name']}", at=1)
     assert (back["state"], back["name"]) == ("running", None)
