@@ -330,3 +330,19 @@ def test_kills_of_every_process_but_one_lose_nothing(guarded: Site) -> None:
             until(guarded.loader.is_running)
             until(lambda: len(processes(root_of(guarded))) > 1)
             until(lambda: len(processes(root_of(guarded), "--keep")) == 1)
+
+
+def test_a_reader_through_a_mount_for_reading_only_is_told_and_harms_nobody(guarded: Site) -> None:
+    """The kernel cannot open for us what its mount says that nobody writes."""
+    path = "/" + guarded.remote.serve(guarded.attach()).partition("/root/")[2]
+    worker = guarded.loader.hello().pid
+    script = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && head -c 4096 "$1" | wc -c'
+
+    through = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", path], capture_output=True, text=True, check=False
+    )
+
+    assert (through.stdout.strip(), "error" in through.stderr) == ("0", True), through.stderr
+    assert guarded.loader.hello().pid == worker
+    with mounted(guarded) as top:
+        assert hashlib.sha256(read(top, 0)).hexdigest() == digest_of(0)

@@ -12,7 +12,7 @@ from random import Random
 import msgspec
 import pytest
 
-from dsec.backends.fullvm import published
+from dsec.backends.fullvm import chain, published
 from dsec.backends.fullvm.chain import PROGRAM, collapse, commit
 from dsec.backends.fullvm.images import MachineImage, MachineImages, Manifest, copy_disk
 from dsec.backends.fullvm.published import StoredMachine, pull_image, push_image
@@ -423,6 +423,29 @@ def test_a_layer_that_would_lead_out_of_the_jail_is_not_read(node: Node, content
         evil.write_bytes(head)
         with pytest.raises(StorageError, match="another file"):
             commit(node.images, node.disks, "evil", base, [evil], root=node.root)
+    assert [image.name for image in node.images.list()] == ["base"]
+
+
+@needs_qemu_img
+def test_a_layer_that_says_the_same_over_and_over_fills_no_disk(
+    node: Node, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A monitor that was broken through has written it: all clusters of 64 MiB are one."""
+    monkeypatch.setattr(chain, "_TABLES_BYTES", 4 << 20)
+    monkeypatch.setattr(limits, "MACHINE_LAYERS_MAX", 1)
+    base = node.add("base", content)
+    with node.layers.staging() as work:
+        low, evil = work / "low", work / "evil"
+        for file in (low, evil):
+            write_overlay(file, backing="", backing_format="raw", size_bytes=64 << 20)
+            write_cluster(file, 0, b"x")
+        end = evil.stat().st_size - 2 * 65_536
+        with evil.open("r+b") as out:
+            out.seek(end)
+            out.write((end + 65_536 | 1 << 63).to_bytes(8, "big") * 1024)
+        with pytest.raises(StorageError, match="could not be made one"):
+            commit(node.images, node.disks, "evil", base, [low, evil], root=node.root)
+        assert sum(path.stat().st_blocks * 512 for path in work.rglob("*") if path.is_file()) < 8 << 20
     assert [image.name for image in node.images.list()] == ["base"]
 
 

@@ -184,8 +184,11 @@ impl Guard {
                 Ok(None) => {}
                 Err(error) => match error.raw_os_error() {
                     Some(libc::EINTR | libc::EAGAIN) => {}
-                    // The kernel has told the reader that we have no descriptor for it.
-                    Some(libc::EMFILE | libc::ENFILE) => {}
+                    // The kernel has told the reader that we have no descriptor for it: too many are open, or its mount is one
+                    // by which nobody may write.
+                    Some(
+                        libc::EMFILE | libc::ENFILE | libc::EROFS | libc::EACCES | libc::EPERM,
+                    ) => {}
                     _ => return Err(error).doing("reading events"),
                 },
             }

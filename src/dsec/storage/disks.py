@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dsec.core.errors import NotFoundError, StorageError, UnsupportedError
+from dsec.core import limits
+from dsec.core.errors import LimitError, NotFoundError, StorageError, UnsupportedError
+from dsec.core.units import format_size
 from dsec.storage.layers import (
     BLOB_NAME,
     META_NAME,
@@ -40,12 +42,14 @@ class DiskLayers:
 
     def add(self, file: Path, what: format.DiskMeta) -> Lease:
         """The file itself, which is below a staging directory, becomes a layer. It is held until the lease is released;
-        the same content twice is one layer. Raises StorageError."""
+        the same content twice is one layer. Raises StorageError, LimitError."""
         meta = codec.to_json(what)
         with self.layers.staging() as work:
             staged = work / "layer"
             staged.mkdir()
             blob = staged / BLOB_NAME
+            if file.stat().st_size > limits.IMAGE_BYTES_MAX:
+                raise LimitError(f"a layer of a disk has at most {format_size(limits.IMAGE_BYTES_MAX)}")
             file.rename(blob)
             blob.chmod(0o444)
             os.chown(blob, os.geteuid(), os.getegid())

@@ -23,13 +23,16 @@ from dsec.binaries import find_binary
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, StorageError, UnsupportedError
 from dsec.core.faults import fault_point
+from dsec.core.limits import MIB
 from dsec.storage.disks import DiskLayers, copy_file
+from dsec.storage.space import require_free
 from dsec.storage.store.format import DiskMeta
 from dsec.wire.codec import pack
 
 PROGRAM: Final = "qemu-img"
 _MERGE_S: Final = 3_600
 _NOBODY: Final = 65_534
+_TABLES_BYTES: Final = 64 * MIB
 _WORK: Final = "/vm"  # of a jail: the directory that its program may write
 _BESIDE: Final = ("disk", "kernel", "initrd")
 _QCOW2: Final = "qcow2"
@@ -90,27 +93,31 @@ def merge(files: Sequence[Path], disks: DiskLayers, held: ExitStack, *, root: Pa
         )
     work = held.enter_context(disks.layers.staging()) / "merge"
     work.mkdir(mode=0o700)
+    total = sum(file.stat().st_size for file in files)
+    require_free(disks.layers.state, total)
     for number, file in enumerate(files):
         copy_file(file, work / str(number))
         _size(work / str(number))  # none has its data in files of the host
         os.chown(work / str(number), _NOBODY, _NOBODY)
     os.chown(work, _NOBODY, _NOBODY)
-    _img(work, root, "rebase", "-u", "-f", _QCOW2, "-b", "", f"{_WORK}/0")
+    # No more than all of them together: clusters of a file that lies can be the same ones over and over.
+    most = total + total // 64 + _TABLES_BYTES
+    _img(work, root, most, "rebase", "-u", "-f", _QCOW2, "-b", "", f"{_WORK}/0")
     for number in range(1, len(files)):
-        _img(work, root, "rebase", "-u", "-f", _QCOW2, "-F", _QCOW2, "-b", str(number - 1), f"{_WORK}/{number}")
+        _img(work, root, most, "rebase", "-u", "-f", _QCOW2, "-F", _QCOW2, "-b", str(number - 1), f"{_WORK}/{number}")
     fault_point("fullvm.merge")
     if len(files) > 1:
-        _img(work, root, "commit", "-d", "-f", _QCOW2, "-b", "0", f"{_WORK}/{len(files) - 1}")
+        _img(work, root, most, "commit", "-d", "-f", _QCOW2, "-b", "0", f"{_WORK}/{len(files) - 1}")
     return work / "0"
 
 
-def _img(work: Path, root: Path, command: str, *words: str) -> None:
+def _img(work: Path, root: Path, bytes_max: int, command: str, *words: str) -> None:
     """Raises StorageError."""
     program = shutil.which(PROGRAM)
     assert program is not None
     confines = Confines(uid=_NOBODY, cgroups=(), root=root, sockets=work)
     plan = jail_plan(confines, [program, command, *words])
-    plan = msgspec.structs.replace(plan, limits={**plan.limits, "fsize": limits.DISK_BYTES_MAX})
+    plan = msgspec.structs.replace(plan, limits={**plan.limits, "fsize": bytes_max})
     try:
         done = subprocess.run([find_binary("dsec-jail")], input=pack(plan), capture_output=True, timeout=_MERGE_S)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -14,7 +14,7 @@ from typing import Final
 from dsec.backends.fullvm import machine
 from dsec.backends.fullvm.images import MachineImage
 from dsec.backends.fullvm.machine import DISK_NAME, VARIABLES_NAME, Shape
-from dsec.backends.vm.disks import readable
+from dsec.backends.vm.disks import bind_of
 from dsec.backends.vm.machine import TEMPLATE, clone_memory, incoming, template_memory
 from dsec.backends.vm.monitor import Confines
 from dsec.backends.vm.qcow2 import write_overlay
@@ -130,7 +130,7 @@ class FullDriver(Runner):
     # ---- inside ----------------------------------------------------------------------------------
 
     def _base(self, image: MachineImage, shape: Shape) -> list[JailBind]:
-        binds = [JailBind(readable(path), machine.layer_path(number)) for number, path in enumerate(image.files)]
+        binds = [bind_of(path, machine.layer_path(number)) for number, path in enumerate(image.files)]
         if shape.firmware is Firmware.UEFI:
             binds.append(JailBind(str(self.uefi().code), machine.FIRMWARE_CODE))
         return binds

@@ -53,7 +53,9 @@ def push_image(image: MachineImage, disks: DiskLayers, url: str) -> str:
         disks.push(digest, place)
         layers.append(digest)
     kernel, initrd = (_push_file(file, place) for file in (image.kernel, image.initrd))
-    manifest = msgspec.structs.replace(image.manifest, layers=tuple(layers), sha256=chain_sha256(None, layers))
+    manifest = msgspec.structs.replace(
+        image.manifest, layers=tuple(layers), sha256=chain_sha256(None, layers), base_sha256=None
+    )
     content = to_json(StoredMachine(name=image.name, manifest=manifest, kernel=kernel, initrd=initrd))
     place.put(record_path(image.name), content)
     return hashlib.sha256(content).hexdigest()
@@ -101,6 +103,7 @@ def pull_image(
                 format=disks.what(layers[0]).format,
                 disk_bytes=_checked_chain(disks, layers),
                 sha256=chain_sha256(None, layers),
+                base_sha256=None,
             )
             return images.finish(work, name, manifest)
     finally:

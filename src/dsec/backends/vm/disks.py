@@ -18,6 +18,7 @@ from dsec.wire.jail import JailBind
 # Serial numbers, devices and interrupts of a small machine: two for a layer, and six that it has anyway.
 LAYERS_MAX: Final = 12
 _PMEM_BYTES: Final = 2 * MIB  # what a processor maps at once
+_LOADER: Final = "/proc/"  # files that it serves are where only it is
 _MAKE_S: Final = 1_800
 _ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
@@ -47,8 +48,15 @@ def layer_binds(layers: tuple[Layer, ...], images: Path, *, persistent: bool = F
             files["blob"] = layer.blob
         for part, path in files.items():
             path = str(_padded(Path(path), images / f"{layer.digest}.{part}.pmem")) if persistent else path
-            binds.append(JailBind(readable(path), f"/layers/{number}.{part}"))
+            binds.append(bind_of(path, f"/layers/{number}.{part}"))
     return binds
+
+
+def bind_of(path: str, target: str) -> JailBind:
+    """Of a file that monitors read, which is root's to write."""
+    # By fanotify the loader is given a descriptor of what a reader reads, which it can write by: there is none of a
+    # mount for reading only, and the read fails.
+    return JailBind(readable(path), target, writable=path.startswith(_LOADER))
 
 
 def digest_of(image: Path) -> str:

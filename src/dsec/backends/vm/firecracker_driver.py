@@ -264,11 +264,14 @@ def watch_memory(process: MonitorProcess, sockets: Path, cgroups: Sequence[str])
     """Of a machine that an earlier process of the node has made: as `go_on` does."""
     if not (sockets / _SERVED).exists():
         return
-    for directory in cgroups[:1]:
-        for pid in map(int, Path(directory, "cgroup.procs").read_text().split()):
-            if pid != process.pid and (pages := MonitorProcess.adopt(pid, start_ticks(pid) or 0)) is not None:
-                _end_together(process, pages)
-                return
+    try:
+        inside = [int(pid) for pid in Path(cgroups[0], "cgroup.procs").read_text().split()]
+    except (OSError, IndexError):
+        return  # it has just ended
+    for pid in inside:
+        if pid != process.pid and (pages := MonitorProcess.adopt(pid, start_ticks(pid) or 0)) is not None:
+            _end_together(process, pages)
+            return
     process.kill()
 
 

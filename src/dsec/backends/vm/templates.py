@@ -135,9 +135,10 @@ class Templates:
     def sweep(self) -> None:
         """Removes what was never finished, and the templates that were not used for longest."""
         for path in list(self.directory.iterdir()) if self.directory.is_dir() else []:
-            # One that has just begun is not held yet.
-            if not (path / _MANIFEST).exists() and time.time() - path.stat().st_mtime > _BEGUN_S:
-                _remove_unheld(path)
+            with contextlib.suppress(OSError):  # somebody else has removed it
+                # One that has just begun is not held yet.
+                if not (path / _MANIFEST).exists() and time.time() - path.stat().st_mtime > _BEGUN_S:
+                    _remove_unheld(path)
         for key in self.keys()[self._kept_max :]:
             self.drop(key)
 
