@@ -240,6 +240,9 @@ class Instance(Protocol):
         ...
 
 
+Connect = Callable[[Callable[[], asyncio.Protocol]], Awaitable[asyncio.Transport]]
+"""`Instance.connect`: a new byte channel to the agent."""
+
 Intend = Callable[[bytes], Awaitable[None]]
 """Awaited by `create` with the instance's record before anything on the host is touched; it is kept when it returns."""
 
@@ -254,6 +257,11 @@ class Backend(Protocol):
 
     async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> Instance:
         """Something running and reachable; or raises LaunchError (step named) and nothing is left on the host."""
+        ...
+
+    def approach(self, record: bytes) -> Connect | None:
+        """For the agent that `create`, which has intended this record, is about to start: `Instance.connect`, which
+        raises SandboxFaultError while nobody listens. None: it cannot be reached before `create` returns."""
         ...
 
     async def shape(self, instance: InstanceSpec) -> bytes | None:

@@ -29,6 +29,7 @@ from dsec.core.ids import NodeId, SandboxId, new_sandbox_id
 from dsec.core.spec import SandboxSpec, Substrate
 from dsec.core.states import EndCause, SandboxState
 from dsec.node.admission import Room, refusal
+from dsec.node.approach import Approach
 from dsec.node.devices import Devices
 from dsec.node.environments import Environments, Resolved
 from dsec.node.execs import NodeExec
@@ -320,12 +321,17 @@ class Creation:
         timeout_s: float,
     ) -> None:
         step = "turn"
+        approach: Approach | None = None
 
         def left_s() -> float:
             return max(0.0, started + timeout_s - self._services.clock.monotonic_s())
 
         async def intend(record: bytes) -> None:
+            nonlocal approach
             await sandbox.intend(record, key)
+            connect = backend.approach(record)
+            if connect is not None:
+                approach = Approach(connect, sandbox=sandbox.id, tasks=self._services.tasks)
 
         def create_ms() -> float:
             return (self._services.clock.monotonic_s() - started) * 1000
@@ -355,7 +361,8 @@ class Creation:
                             step = "backend"
                             instance = await backend.create(wanted, intend=intend, deadline_s=max(left_s(), 0.001))
                             step = "hello"
-                            await sandbox.begin(instance, deadline_s=left_s())
+                            client = None if approach is None else await approach.client()
+                            await sandbox.begin(instance, client, deadline_s=left_s())
                         step = "links"
                         await self._services.links.open(sandbox)
                         if user is not None:
@@ -371,6 +378,8 @@ class Creation:
                 await sandbox.created(create_ms())
         except BaseException as error:
             given_up = self._limits.pop(sandbox.id, None) is None
+            if approach is not None:
+                approach.close()
             # Release survives cancellation: it is a task of the node, and waited for.
             removal = self._services.tasks.spawn(sandbox.abandon(f"{step}: {error}"), awaited=True, finishes=True)
             clean = await _finished(removal)

@@ -97,13 +97,17 @@ class Supervisor:
 
     # -- starting ----------------------------------------------------------------------------------
 
-    async def begin(self, instance: Instance, *, deadline_s: float) -> None:
-        """The first hello of a fresh instance. Raises what the channel raises; the caller removes everything then."""
+    async def begin(self, instance: Instance, client: AgentClient | None, *, deadline_s: float) -> None:
+        """The first hello of a fresh instance, unless it has come to `client` already. Raises what the channel raises;
+        the caller removes everything then."""
         self.instance = instance
         # It knows now what it did not when it was intended, such as its process.
         self.row = msgspec.structs.replace(self.row, record=instance.record)
         self._make_link(instance)
-        await self.open_link().open(timeout_s=deadline_s)
+        if client is None:
+            await self.open_link().open(timeout_s=deadline_s)
+        else:
+            self.open_link().take(client)
         self._watch(instance)
 
     async def begin_claimed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import resource
 from collections.abc import Collection, Coroutine
@@ -12,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from dsec.backends.base import Capabilities, Instance, InstanceSpec, Intend, Keeps, Layer, Probe
+from dsec.backends.base import Capabilities, Connect, Instance, InstanceSpec, Intend, Keeps, Layer, Probe
 from dsec.backends.container.capture import ContainerCapture
 from dsec.backends.container.config import ContainerConfig
 from dsec.backends.container.disk import Disk
-from dsec.backends.container.instance import ContainerInstance
+from dsec.backends.container.instance import ContainerInstance, connect_at
 from dsec.backends.container.launcher import Launcher, LauncherRefusal
 from dsec.backends.container.plan import (
     AGENT_FILTER,
@@ -186,6 +187,9 @@ class ContainerBackend:
             # Its caller may be cancelled now, too.
             await asyncio.shield(self._clean_later(self.remove(record)))
             raise _launch_error(instance.id, error) from error
+
+    def approach(self, record: bytes) -> Connect:
+        return functools.partial(connect_at, parse_record(record))
 
     def _plan(self, instance: InstanceSpec, facts: HostFacts, id_base: int) -> LaunchPlan:
         """Whoever wants one asks for its shape first, and for that it has been planned."""

@@ -31,6 +31,16 @@ _EXIT_REPORT_S = 5.0
 _DISK_LEFT_BYTES = 64 * 1024  # of a full disk: what a file system keeps in pieces that no write fits into
 
 
+async def connect_at(record: ContainerRecord, factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
+    """To the agent of the record. Raises SandboxFaultError when nobody listens."""
+    try:
+        transport, _ = await asyncio.get_running_loop().create_unix_connection(factory, record.socket)
+    except OSError as error:
+        id = record.sandbox
+        raise SandboxFaultError(f"the agent of {id} cannot be reached: {error}", sandbox=id) from error
+    return transport
+
+
 class ContainerInstance:
     def __init__(
         self,
@@ -80,11 +90,7 @@ class ContainerInstance:
     # ---- channel ---------------------------------------------------------------------------------
 
     async def connect(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
-        try:
-            transport, _ = await asyncio.get_running_loop().create_unix_connection(factory, self._record.socket)
-        except OSError as error:
-            raise SandboxFaultError(f"the agent of {self.id} cannot be reached: {error}", sandbox=self.id) from error
-        return transport
+        return await connect_at(self._record, factory)
 
     # ---- facts -----------------------------------------------------------------------------------
 

@@ -52,6 +52,9 @@ class FakeBackend:
     async def probe(self) -> Probe:
         return Probe(usable=True, facts={"fake": "in memory; isolates nothing"})
 
+    def approach(self, record: bytes) -> None:
+        """It is there at once."""
+
     async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> Instance:
         network = instance.spec.network
         if network not in self._capabilities.networks:

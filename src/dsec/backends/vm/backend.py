@@ -136,6 +136,9 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
 
     # ---- create ------------------------------------------------------------------------------------
 
+    def approach(self, record: bytes) -> None:
+        """A machine that boots loses what comes before its agent."""
+
     async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> I:
         with self.saved.held(instance.machine):
             return await self._create(instance, intend, deadline_s)

@@ -1,0 +1,58 @@
+"""A channel to an agent that is only coming to be: it finds our hello when it begins, and may have answered before its
+backend has told of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from dsec.agent.channel import Connect
+from dsec.agent.client import AgentClient
+from dsec.core.errors import DsecError, SandboxFaultError
+from dsec.node.tasks import Tasks
+
+_FIRST_S: Final = 0.002  # by then a launch on an idle machine listens for us
+_TRIES: Final = 5  # each after twice as long
+
+
+class Approach:
+    """Tries to reach the agent of one sandbox until somebody asks for the client, or a few times. Whoever made it calls
+    `client` or `close`."""
+
+    def __init__(self, connect: Connect, *, sandbox: str, tasks: Tasks) -> None:
+        """`connect` raises SandboxFaultError while nobody listens."""
+        self._connect = connect
+        self._sandbox = sandbox
+        self._reached = False
+        self._task = tasks.spawn(self._run(), awaited=True)
+
+    async def client(self) -> AgentClient | None:
+        """Of an agent that runs by now. None: it has not been reached this way."""
+        if not self._reached:
+            self._task.cancel()
+            return None
+        return await self._task
+
+    def close(self) -> None:
+        """Idempotent. The client that was given out is closed as well."""
+        self._task.cancel()
+        if self._task.done() and not self._task.cancelled() and (client := self._task.result()) is not None:
+            client.close()
+
+    async def _run(self) -> AgentClient | None:
+        pause_s = _FIRST_S
+        for _ in range(_TRIES):
+            await asyncio.sleep(pause_s)
+            try:
+                return await AgentClient.connect(self._reach, sandbox=self._sandbox)
+            except SandboxFaultError:
+                pause_s *= 2
+            except DsecError:
+                break  # it, or the launch, has failed: that is told by whoever finds out
+        return None
+
+    async def _reach(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
+        transport = await self._connect(factory)
+        self._reached = True
+        return transport
