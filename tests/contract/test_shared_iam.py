@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from dsec.api import iambase
 from dsec.api.sharediam import SharedIamStore, SharedSlices
 from dsec.cluster.registry import Bucket, Registry
+from dsec.core.clock import SystemClock
 from dsec.core.errors import AuthError, ConflictError, DsecError, QuotaError, UnavailableError
 from dsec.core.spec import Environment, SandboxSpec
 from dsec.iam.ledger import Ledger
 from dsec.iam.peers import Peer, local_principal
 from dsec.iam.service import Iam
 from dsec.iam.slices import Shared, Slice
-from dsec.iam.store import Batch, OvertakenError
+from dsec.iam.store import Batch, Entry, OvertakenError
+from dsec.testing.clock import ManualClock
 from dsec.testing.nats_servers import NatsServers
 from dsec.testing.shared_state import FORMS, State, state_of
 from dsec.wire.iam import Quota, amounts_of
@@ -124,6 +127,91 @@ async def test_a_batch_of_the_cluster_happens_whole_or_not_at_all(state: State) 
     assert len(await state.registry.entries(Bucket.IAM)) == 2
     await one.stop()
     await two.stop()
+
+
+async def _changed(store: SharedIamStore, count: int, start: int = 0) -> None:
+    for number in range(start, start + count):
+        await store.apply(Batch({f"project/{number % 50}": b"%d" % number, f"gone/{number}": b"x"}, {}))
+        await store.apply(Batch({f"gone/{number}": None}, {}))
+
+
+def known(store: SharedIamStore) -> dict[str, tuple[int, bytes | None]]:
+    changes = store.changes(0)
+    assert changes is not None
+    return {entry.key: (entry.revision, entry.value) for entry in changes.entries if entry.value is not None}
+
+
+async def test_many_changes_are_summed_up_and_those_who_begin_or_are_behind_come_to_the_same(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec.api.sharediam.IAM_BATCHES_MAX", 40)
+    monkeypatch.setattr("dsec.api.iambase.IAM_BATCHES_KEPT", 5)
+    monkeypatch.setattr("dsec.api.iambase._PART_BYTES", 300)
+    one, behind = SharedIamStore(state.registry), SharedIamStore(state.other)
+    await one.start()
+    await behind.start()
+    await behind.stop()  # it hears of nothing now
+    await _changed(one, 45)
+    await until(lambda: one._summed_to >= 40 and one._summing is not None and one._summing.done())
+
+    entries = await state.registry.entries(Bucket.IAM)
+    numbers = [int(entry.key) for entry in entries if entry.key.isdecimal()]
+    assert len(numbers) <= 90 - 40 + 5 + 40
+    assert min(numbers) > 1
+    assert sum(entry.key.startswith("base.") for entry in entries) > 1
+    # Its number is free again, and what it writes there counts for nothing.
+    monkeypatch.setattr("dsec.api.sharediam._CATCH_UP_S", 0.05)
+    with pytest.raises((OvertakenError, UnavailableError)):
+        await behind.apply(Batch({"project/evil": b"stale"}, {}))
+    monkeypatch.setattr("dsec.api.sharediam._CATCH_UP_S", 10.0)
+    await behind.start()
+    later = SharedIamStore(state.other)
+    await later.start()
+    await until(lambda: one._applied == behind._applied == later._applied)
+
+    assert known(one) == known(behind) == known(later)
+    assert "project/evil" not in known(later)
+    assert later.changes(1).whole  # type: ignore[union-attr]
+    await later.apply(Batch({"project/0": b"last"}, {"project/0": known(later)["project/0"][0]}))
+    await until(lambda: known(one) == known(behind) == known(later))
+    assert known(one)["project/0"][1] == b"last"
+    for store in (one, behind, later):
+        await store.stop()
+
+
+async def test_of_two_who_sum_up_at_once_one_is_taken_and_it_is_whole(state: State) -> None:
+    clock = SystemClock()
+    entries = [Entry(f"k{number}", number, b"x" * 200) for number in range(1, 1_001)]
+    done = await asyncio.gather(
+        *(
+            iambase.write(registry, clock, upto, upto, entries[:upto])
+            for registry, upto in ((state.registry, 900), (state.other, 1_000), (state.other, 800))
+        )
+    )
+
+    base, found = await iambase.load(state.registry)
+    assert sum(done) >= 1
+    assert (len(found), base.upto) == (base.upto, base.revision)
+    assert not await iambase.write(state.registry, clock, base.upto, 1, [])
+    assert (await iambase.load(state.other)).base == base
+
+
+async def test_one_that_died_while_it_summed_up_leaves_what_was(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    assert await iambase.write(state.registry, clock, 5, 5, [Entry("a", 1, b"1")])
+
+    async def dies(*_: object, **__: object) -> int:
+        raise UnavailableError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(state.registry, "update", dies)
+        with pytest.raises(UnavailableError):
+            await iambase.write(state.registry, clock, 9, 9, [Entry("a", 9, b"9")])
+    assert (await iambase.load(state.registry)).entries == {"a": Entry("a", 1, b"1")}
+    await clock.advance(4_000)
+    assert await iambase.write(state.registry, clock, 10, 10, [Entry("a", 10, b"10")])
+    left = [entry.key for entry in await state.registry.entries(Bucket.IAM)]
+    assert len(left) == 2  # the base, and its part: of the others nothing is left
 
 
 async def test_slices_are_changed_by_one_replica_at_a_time(state: State) -> None:
