@@ -15,6 +15,7 @@ _SUBJECT: Final = re.compile(r"[A-Za-z0-9_=-]+(?:\.[A-Za-z0-9_=-]+)*\Z")
 
 class LogStream(enum.StrEnum):
     EVENTS = "EVENTS"  # sandbox.<node>, verdict.<node>; kept for days
+    AUDIT = "AUDIT"  # api.<replica>; kept for months
     TRAJECTORIES = "TRAJ"  # <node>.<run>.<sandbox>; kept until the run is archived
 
 

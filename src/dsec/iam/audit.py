@@ -7,7 +7,7 @@ import sqlite3
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Protocol
 
 from dsec.core.clock import Clock, SystemClock
 from dsec.core.errors import InvalidArgumentError, StorageError
@@ -24,13 +24,34 @@ _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS audit (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, principal TEXT NOT NULL, project TEXT NOT NULL,
     action TEXT NOT NULL, target TEXT NOT NULL, status INTEGER NOT NULL, request TEXT NOT NULL, token TEXT
-) STRICT
+) STRICT;
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+INSERT OR IGNORE INTO meta (name, value) VALUES ('id', lower(hex(randomblob(6)))), ('told', '0');
 """
 _COLUMNS: Final = "at, principal, project, action, target, status, request, token"
 
 
+class AuditLog(Protocol):
+    @property
+    def lost(self) -> int:
+        """Entries that were not kept."""
+        ...
+
+    def note(self, entry: AuditEntry) -> None: ...
+
+    async def page(
+        self, sees: Callable[[str], bool], *, after: str | None, limit: int, principal: str | None = None
+    ) -> AuditPage: ...
+
+    async def close(self) -> None: ...
+
+
 class Audit:
+    """In a file. `telling` is held by who tells somebody else what is in it."""
+
     def __init__(self, database: sqlite3.Connection, *, clock: Clock) -> None:
+        self.telling = asyncio.Lock()
+        self.id: str = database.execute("SELECT value FROM meta WHERE name = 'id'").fetchone()[0]
         self._database = database
         self._clock = clock
         self._queued: deque[AuditEntry] = deque()
@@ -86,22 +107,32 @@ class Audit:
                 break
             last = row[0]
             if sees(row[3]) and principal in (None, row[2]):
-                seq, at, who, project, action, target, status, request, token = row
-                found.append(
-                    AuditEntry(
-                        seq=seq,
-                        at=at,
-                        principal=who,
-                        project=project,
-                        action=action,
-                        target=target,
-                        status=status,
-                        request=request,
-                        token=token,
-                    )
-                )
+                found.append(_entry(row))
         more = (bool(rows) and last > rows[-1][0]) or len(rows) == _SCAN_MAX
         return AuditPage(found, next=str(last) if more else None, lost=self.lost)
+
+    async def untold(self, limit: int) -> list[AuditEntry]:
+        """The first of those after what `keep_told` has kept. Raises StorageError."""
+        await self.flush()
+        select = (
+            f"SELECT seq, {_COLUMNS} FROM audit WHERE seq > "
+            "(SELECT CAST(value AS INTEGER) FROM meta WHERE name = 'told') ORDER BY seq LIMIT ?"
+        )
+        async with self._lock:
+            try:
+                rows = await asyncio.to_thread(lambda: self._database.execute(select, (limit,)).fetchall())
+            except sqlite3.Error as error:
+                raise StorageError(f"cannot read the audit log: {error}") from error
+        return [_entry(row) for row in rows]
+
+    async def keep_told(self, seq: int) -> None:
+        """Raises StorageError."""
+        update = "UPDATE meta SET value = ? WHERE name = 'told'"
+        async with self._lock:
+            try:
+                await asyncio.to_thread(lambda: self._database.execute(update, (str(seq),)))
+            except sqlite3.Error as error:
+                raise StorageError(f"cannot write the audit log: {error}") from error
 
     async def flush(self) -> None:
         """All that was noted is on the disk, or counted as lost."""
@@ -152,3 +183,18 @@ class Audit:
         return self._database.execute(
             f"SELECT seq, {_COLUMNS} FROM audit WHERE seq < ? ORDER BY seq DESC LIMIT ?", (below, _SCAN_MAX)
         ).fetchall()
+
+
+def _entry(row: tuple[Any, ...]) -> AuditEntry:
+    seq, at, principal, project, action, target, status, request, token = row
+    return AuditEntry(
+        seq=seq,
+        at=at,
+        principal=principal,
+        project=project,
+        action=action,
+        target=target,
+        status=status,
+        request=request,
+        token=token,
+    )

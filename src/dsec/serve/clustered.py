@@ -168,7 +168,7 @@ class ApiProcess(_Clustered):
         bursts = [rule.rule() for rule in self.config.cluster.bursts.values()]
         fleet = ManyNodes(rpc, nodes, registry, self.clock, events=tail, bursts=bursts)
         self.stack.push_async_callback(fleet.close)
-        await self._api.start(rpc, fleet, await self.follow_jobs(registry), registry)
+        await self._api.start(rpc, fleet, await self.follow_jobs(registry), registry, EngineLog(self.engine))
 
     async def close(self, *, hurry: asyncio.Event) -> None:
         await self._api.stop(hurry)

@@ -19,12 +19,14 @@ from dsec.api.request import Services
 from dsec.api.routes import ROUTES
 from dsec.api.routing import RouteTable
 from dsec.api.server import HttpServer, TcpAddress, load_tls
+from dsec.api.sharedaudit import SharedAudit
 from dsec.api.sharediam import SharedIamStore, SharedSlices
 from dsec.backends.base import Backend
 from dsec.backends.registry import BackendSettings, build_backends
 from dsec.cluster.fleet import Fleet
 from dsec.cluster.jobs.orders import Orders
 from dsec.cluster.jobs.table import Jobs
+from dsec.cluster.log import Log
 from dsec.cluster.registry import Registry
 from dsec.cluster.rpc import Rpc
 from dsec.core.ids import NodeId
@@ -102,10 +104,13 @@ class ApiPart:
         self.keeper = Keeper()
         self.server: HttpServer
 
-    async def start(self, rpc: Rpc, fleet: Fleet, jobs: Jobs, registry: Registry | None = None) -> None:
-        """`registry`: where replicas share projects, tokens and quotas; None: this one is alone."""
+    async def start(
+        self, rpc: Rpc, fleet: Fleet, jobs: Jobs, registry: Registry | None = None, events: Log | None = None
+    ) -> None:
+        """`registry`: where replicas share projects, tokens and quotas, and `events`: what was done; None: this one is
+        alone."""
         config = self._config
-        iam = await self._iam(registry)
+        iam = await self._iam(registry, events)
         self._stack.push_async_callback(iam.close)
         slices = None if registry is None else SharedSlices(registry)
         admission = Admission(iam.directory, rpc, fleet, slices=slices)
@@ -147,14 +152,14 @@ class ApiPart:
 
         self._stack.push_async_callback(end)
 
-    async def _iam(self, registry: Registry | None) -> Iam:
+    async def _iam(self, registry: Registry | None, events: Log | None) -> Iam:
         state_dir = Path(self._config.state_dir)
         if registry is None:
             return await Iam.open(state_dir)
         store = SharedIamStore(registry)
         await store.start()
         self._stack.push_async_callback(store.stop)
-        return await Iam.shared(store, state_dir)
+        return await Iam.shared(store, state_dir, share=lambda own: own if events is None else SharedAudit(own, events))
 
     async def stop(self, hurry: asyncio.Event) -> None:
         """Nothing new is taken; requests under way get their grace, unless `hurry` is set meanwhile."""

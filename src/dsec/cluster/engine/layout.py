@@ -10,13 +10,15 @@ from dsec.cluster.log import LogStream, node_subject
 from dsec.cluster.registry import Bucket
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.ids import NodeId
-from dsec.core.limits import EVENTS_KEPT_S, LOG_RECORD_BYTES_MAX, REGISTRY_VALUE_BYTES_MAX
+from dsec.core.limits import AUDIT_KEEP_S, EVENTS_KEPT_S, LOG_RECORD_BYTES_MAX, MIB, REGISTRY_VALUE_BYTES_MAX
 
 _UNIT: Final = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?\Z")
 _NS: Final = 1_000_000_000
 _MARKER_S: Final = 60  # a deletion is told of for so long; watchers that are away for longer begin anew anyway
+_AUDIT_PART: Final = 8  # of what a stream of events may have
+_AUDIT_BYTES_MIN: Final = 16 * MIB
 _DUPLICATES_S: Final = 60  # above the time for which a write is tried again
-_PREFIXES: Final = {LogStream.EVENTS: "ev", LogStream.TRAJECTORIES: "t"}
+_PREFIXES: Final = {LogStream.EVENTS: "ev", LogStream.AUDIT: "audit", LogStream.TRAJECTORIES: "t"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,9 @@ class Layout:
         }
         if stream == LogStream.EVENTS:  # the oldest go
             return {**config, "discard": "old", "max_age": int(EVENTS_KEPT_S * _NS)}
+        if stream == LogStream.AUDIT:
+            bytes_max = max(bytes_max // _AUDIT_PART, _AUDIT_BYTES_MIN)
+            return {**config, "discard": "old", "max_age": int(AUDIT_KEEP_S * _NS), "max_bytes": bytes_max}
         return {**config, "discard": "new", "allow_atomic": True}
 
     # -- rights (ruling 5) -------------------------------------------------------------------------
