@@ -355,6 +355,7 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
             monitor = await driver.start_clone(process, template, confines.sockets, confines.uid, stand=True)
         except BaseException:
             await asyncio.shield(process.end())
+            process.forget()
             raise
         monitor.close()
         return process

@@ -242,6 +242,7 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
             await driver.go_on(found, process, saved.template, confines, stand=True)
         except BaseException:
             await asyncio.shield(process.end())
+            process.forget()
             raise
         finally:
             found.close()

@@ -241,7 +241,11 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
         try:
             cgroups = self._cgroups(name, self._size(record), record.cpu)
             await self._place.lay_out_again(record, cgroups)
-            process = await self._stand(record, saved, layers)
+            try:
+                process = await self._stand(record, saved, layers)
+            except BaseException:
+                await asyncio.shield(self._place.clear(record))
+                raise
         except OSError as error:
             raise LaunchError(f"the machine cannot be woken: {error}", step="wake", sandbox=record.sandbox) from error
         now = {"pid": process.pid, "start_ticks": process.start_ticks, "boot_id": self._place.boot_id}

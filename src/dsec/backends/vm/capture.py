@@ -25,8 +25,7 @@ from dsec.backends.vm.qmp import Monitor
 from dsec.backends.vm.saved import OVERLAY, SavedMachine, SavedMachines, SavedManifest
 from dsec.backends.vm.screens import SCREEN, take_screen
 from dsec.backends.vm.templates import RAM, STATE
-from dsec.core.errors import DeadlineError, HostError, LimitError, SandboxFaultError, StorageError
-from dsec.core.faults import fault_point
+from dsec.core.errors import HostError, LimitError, SandboxFaultError, StorageError
 from dsec.core.limits import MACHINE_OVERLAYS_MAX, MIB
 
 _DISK_SLACK_BYTES: Final = 64 * MIB  # tables of a qcow2, beside what is in it
@@ -92,19 +91,20 @@ class MachineCapture:
         return True
 
     async def take(self, *, within_s: float) -> int:
-        fault_point("vm.take")
         await self.look()
         deadline = Deadline(within_s)
-        monitor = await self._monitor()
-        await self._take_devices(monitor, within_s)
-        copied = await asyncio.to_thread(self._take_rest, deadline)
-        if self._source.screen and (content := await take_screen(monitor, self._source.pid)) is not None:
-            await asyncio.to_thread(_write, self._work / SCREEN, content)
-            copied += len(content)
+        try:
+            monitor = await self._monitor()
+            await self._take_devices(monitor, within_s)
+            copied = await asyncio.to_thread(self._take_rest, deadline)
+            if self._source.screen and (content := await take_screen(monitor, self._source.pid)) is not None:
+                await asyncio.to_thread(_write, self._work / SCREEN, content)
+                copied += len(content)
+        except OSError as error:
+            raise _not_copied(error) from error
         return copied
 
     async def keep(self, run: tuple[str, ...] = ()) -> CapturedLayer:
-        fault_point("vm.keep")
         overlays = self._source.overlays + (1 if self._whole else 0)
         (self._work / RAM).chmod(self._source.memory_mode)
         manifest = msgspec.structs.replace(self._manifest, overlays=overlays)
@@ -139,7 +139,7 @@ class MachineCapture:
             for below in source.below:
                 self._keep_below(below, opened)
         except OSError as error:
-            raise StorageError(f"the machine cannot be copied: {error.strerror}", hint="is the disk full?") from error
+            raise _not_copied(error) from error
 
     def _keep_below(self, below: Below, opened: dict[str, str]) -> None:
         path = opened.get(below.path)
@@ -187,10 +187,8 @@ class MachineCapture:
                 copied += take_file(source, source.disk, self._work / OVERLAY.format(source.overlays + 1), deadline)
             for name in source.copied:
                 copied += take_file(source, name, self._work / name, deadline)
-        except DeadlineError:
-            raise
         except OSError as error:
-            raise StorageError(f"the machine cannot be copied: {error.strerror}", hint="is the disk full?") from error
+            raise _not_copied(error) from error
         return copied
 
 
@@ -211,7 +209,6 @@ class SleepingCapture:
         return True
 
     async def take(self, *, within_s: float) -> int:
-        fault_point("vm.take")
         return await asyncio.to_thread(self._take, Deadline(within_s))
 
     def _take(self, deadline: Deadline) -> int:
@@ -225,7 +222,7 @@ class SleepingCapture:
                     os.close(fd)
             return take_file(self._source, self._source.disk, self._work / self._overlay, deadline)
         except OSError as error:
-            raise StorageError(f"the machine cannot be copied: {error.strerror}", hint="is the disk full?") from error
+            raise _not_copied(error) from error
 
     @property
     def _overlay(self) -> str:
@@ -284,6 +281,10 @@ def _is_same(name: Path, fd: int) -> bool:
     with contextlib.suppress(OSError):
         return os.path.samestat(name.stat(follow_symlinks=False), os.fstat(fd))
     return False
+
+
+def _not_copied(error: OSError) -> StorageError:
+    return StorageError(f"the machine cannot be copied: {error.strerror}", hint="is the disk full?")
 
 
 def _write(path: Path, content: bytes) -> None:

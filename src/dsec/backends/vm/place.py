@@ -122,8 +122,15 @@ class Place:
         await remove_cgroups(record.cgroups)  # after a reboot there are none, and a half wakening has left a monitor
         await asyncio.to_thread(self._lay_out_again, record, cgroups)
 
+    async def clear(self, record: MachineRecord) -> None:
+        """Of one that was not woken: the sockets of its monitor."""
+        await asyncio.to_thread(self._empty_sockets, record)
+
     def _lay_out_again(self, record: MachineRecord, cgroups: CgroupPlan) -> None:
         make_cgroups(_files_of(cgroups))
+        self._empty_sockets(record)
+
+    def _empty_sockets(self, record: MachineRecord) -> None:
         sockets = Path(record.sockets)
         _remove_tree(sockets)
         sockets.mkdir(mode=0o700)
