@@ -1,5 +1,6 @@
 """`python -m bench vm`: microvms: booted, cloned, and cloned before anybody asks; how many a second, what each idle one
-takes of memory, what a command and a pause cost. Emulated where the processor runs no guests: then only ratios count.
+takes of memory, what a command, a pause, a snapshot and a fork cost. Emulated where the processor runs no guests: then
+only ratios count.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,11 @@ SPARE = "clone made before"
 EXEC = "exec true"
 PAUSE = "pause"
 RESUME = "resume, and exec true"
+SNAPSHOT = "snapshot of disk and memory"
+FROM = "created from it, and exec true"
+FORK = "fork of a running one, and exec true"
+DEEP = "deep pause"
+WAKE = "resume after it, and exec true"
 _MEMORY_MIB = 192
 _TIMEOUT_S = 600.0
 _AT_ONCE = 4
@@ -74,6 +81,7 @@ def main(arguments: list[str]) -> None:
         result = {
             "starts": starts(plain, warm, options.environment, options.rounds),
             "use": use(plain, options.environment, options.rounds * 4),
+            "saved": saved(plain, options.environment, options.rounds),
             "a_second": a_second(plain, options.environment, options.rounds * 4),
             "idle": [idle(plain, options.environment, count) for count in options.idle],
         }
@@ -123,6 +131,38 @@ def use(service: PrivateService, environment: str, rounds: int) -> dict[str, Any
             found[PAUSE].milliseconds += timed(sandbox.pause)()
             found[RESUME].milliseconds += timed(resumed)()
     return summaries(found)
+
+
+def saved(service: PrivateService, environment: str, rounds: int) -> dict[str, Any]:
+    """Of one in which a program has run. `frozen_ms`: for how long it stood still for a snapshot."""
+    found = {name: Series(name) for name in (SNAPSHOT, FROM, FORK, DEEP, WAKE)}
+    frozen = []
+    with create(service, environment) as sandbox:
+        sandbox.exec("i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done", check=True)
+
+        def goes_on(snapshot: str) -> None:
+            with service.client.create(snapshot=snapshot) as made:
+                made.exec("true", check=True)
+
+        def forked() -> None:
+            with sandbox.fork(1)[0] as made:
+                made.exec("true", check=True)
+
+        def woken() -> None:
+            sandbox.resume()
+            sandbox.exec("true", check=True)
+
+        for _ in range(rounds):
+            began = time.perf_counter()
+            snapshot = sandbox.snapshot()
+            found[SNAPSHOT].milliseconds.append((time.perf_counter() - began) * 1000)
+            frozen.append(snapshot.info.frozen_ms)
+            found[FROM].milliseconds += timed(partial(goes_on, snapshot.id))()
+            found[FORK].milliseconds += timed(forked)()
+            snapshot.remove()
+            found[DEEP].milliseconds += timed(partial(sandbox.pause, deep=True))()
+            found[WAKE].milliseconds += timed(woken)()
+    return {**summaries(found), "frozen_ms": [round(value, 1) for value in frozen]}
 
 
 def a_second(service: PrivateService, environment: str, count: int) -> float:
@@ -220,10 +260,14 @@ def show_ways(weighed: list[dict[str, Any]]) -> None:
 
 
 def show(result: dict[str, Any]) -> None:
-    clone = result["starts"][CLONE]["p50_ms"]
-    for name, row in {**result["starts"], **result["use"]}.items():
+    clone, cold = (result["starts"][name]["p50_ms"] for name in (CLONE, COLD))
+    saved = {name: row for name, row in result["saved"].items() if name != "frozen_ms"}
+    for name, row in {**result["starts"], **result["use"], **saved}.items():
         ratio = f"{row['p50_ms'] / clone:>8.2f} of a clone" if name in result["starts"] else ""
+        if name in saved:
+            ratio = f"{row['p50_ms'] / cold:>8.2f} of a cold boot"
         print(f"{name:<40} {row['p50_ms']:>9.1f} ms [{row['min_ms']:.1f} to {row['max_ms']:.1f}]{ratio}")
+    print(f"{'stood still for each snapshot':<40} {', '.join(map(str, result['saved']['frozen_ms']))} ms")
     print(f"{'clones a second, ' + str(_AT_ONCE) + ' at once':<40} {result['a_second']:>9.1f}")
     for row in result["idle"]:
         print(f"{str(row['count']) + ' idle':<40} {row['pss_mib']:>9.1f} MiB, {row['each_mib']} each")

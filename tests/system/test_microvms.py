@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -515,30 +514,3 @@ async def test_a_deep_pause_leaves_nothing_to_run_and_loses_nothing(
             assert (await other.exec("cat /dev/shm/kept")).stdout == "in memory\n"
         await snapshot.remove()
         await eventually(lambda: not list(saved.iterdir()))
-
-
-@pytest.mark.slow
-async def test_kill_9_of_the_node_wakes_nobody_and_a_reboot_ends_nobody_who_sleeps(small_store: Path) -> None:
-    with private_place(small_store) as place:
-        place.start_process()
-        async with AsyncClient(place.url) as client:
-            await place.ready(client)
-            try:
-                sandbox = await create(client)
-            except errors.UnsupportedError as error:
-                pytest.skip(f"microvm: {error.message}")
-            running = await sandbox.start(COUNT)
-            await sandbox.pause(deep=True)
-            place.kill_node()
-            shutil.rmtree(place.run / "vm")  # as a reboot does
-            place.start_process()
-            await place.ready(client)
-
-            again = await client.connect(sandbox.id)
-            assert (again.info.state, again.info.asleep) == ("paused", True)
-            await again.resume()
-            result = await (await again.attach(running.id)).wait(120)
-
-            assert result.exit_code == 7
-            assert [int(line.split()[0]) for line in result.stdout.splitlines()] == list(range(1, 61))
-            await again.destroy()

@@ -1,0 +1,75 @@
+"""Microvms that are on the disk alone: over the end of their node, a reboot, and on another node."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dsec.core import errors
+from dsec.core.spec import Substrate
+from dsec.sdk.client import AsyncClient
+from tests.system.container_place import private_place, served
+from tests.system.test_microvms import COUNT, create
+
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+async def test_kill_9_of_the_node_wakes_nobody_and_a_reboot_ends_nobody_who_sleeps(small_store: Path) -> None:
+    with private_place(small_store) as place:
+        place.start_process()
+        async with AsyncClient(place.url) as client:
+            await place.ready(client)
+            try:
+                sandbox = await create(client)
+            except errors.UnsupportedError as error:
+                pytest.skip(f"microvm: {error.message}")
+            running = await sandbox.start(COUNT)
+            await sandbox.pause(deep=True)
+            place.kill_node()
+            shutil.rmtree(place.run / "vm")  # as a reboot does
+            place.start_process()
+            await place.ready(client)
+
+            again = await client.connect(sandbox.id)
+            assert (again.info.state, again.info.asleep) == ("paused", True)
+            await again.resume()
+            result = await (await again.attach(running.id)).wait(120)
+
+            assert result.exit_code == 7
+            assert [int(line.split()[0]) for line in result.stdout.splitlines()] == list(range(1, 61))
+            await again.destroy()
+
+
+async def test_a_snapshot_that_is_copied_to_another_node_goes_on_there(small_store: Path) -> None:
+    with private_place(small_store) as place, private_place(small_store) as other:
+        async with served(place) as (service, client):
+            probe = await service.node.backends[Substrate.MICROVM].probe()
+            if not probe.usable:
+                pytest.skip(f"microvm: {probe.reason}")
+            async with await create(client) as sb:
+                await sb.exec("echo in memory > /dev/shm/kept")
+                snapshot = await sb.snapshot("moved")
+        (record,) = (place.state / "snapshots").glob("*.json")
+        saved = place.state / "vm" / "saved" / json.loads(record.read_text())["machine"]
+        for source in (record, saved):
+            target = other.state / source.relative_to(place.state)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy = ["cp", "-a", "--sparse=always", source, target]
+            await asyncio.to_thread(subprocess.run, copy, check=True, timeout=120)
+
+        async with served(other) as (_, client):
+            async with await client.create(snapshot="moved", timeout_s=60) as sb:
+                assert (await sb.exec("cat /dev/shm/kept")).stdout == "in memory\n"
+            manifest = other.state / "vm" / "saved" / saved.name / "manifest.json"
+            manifest.write_text(manifest.read_text().replace("QEMU emulator version", "QEMU of before, version"))
+            async with other.no_leaks():
+                with pytest.raises(errors.UnsupportedError, match="goes on only with monitor"):
+                    await client.create(snapshot=snapshot.id, timeout_s=60)
+                shutil.rmtree(manifest.parent)
+                with pytest.raises(errors.LaunchError, match="is not on this node"):
+                    await client.create(snapshot=snapshot.id, timeout_s=60)
