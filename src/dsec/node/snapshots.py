@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 from weakref import WeakValueDictionary
 
-from dsec.backends.base import Capture, CapturedLayer, Instance, Keeps
+from dsec.backends.base import Backend, Capture, CapturedLayer, Instance, Keeps
 from dsec.backends.machines import KeepsMachines
 from dsec.core import limits
 from dsec.core.errors import (
@@ -154,7 +154,8 @@ class Snapshots:
                 if row.machine and isinstance(sandbox.backend, KeepsMachines):
                     await sandbox.backend.sync_machine(row.machine)
                 committing = True
-                await result_of(self._services.tasks.spawn(self._commit(row), awaited=True, finishes=True))
+                work = self._commit(row, sandbox.backend)
+                await result_of(self._services.tasks.spawn(work, awaited=True, finishes=True))
             except BaseException:
                 self._services.collect()
                 raise
@@ -169,10 +170,12 @@ class Snapshots:
         log.info("snapshot taken", sandbox=sandbox.id, snapshot=id, frozen_ms=round(captured.frozen_ms, 1))
         return row.info
 
-    async def _commit(self, row: SnapshotRow) -> None:
+    async def _commit(self, row: SnapshotRow, backend: Backend) -> None:
         """Durable, and named. Its layers are held by the caller, or are in nobody's way until the next collection."""
         async with self.changing:
             try:
+                if row.machine and isinstance(backend, KeepsMachines):
+                    await backend.sync_machine(row.machine)  # again, which is quick: it may have been collected
                 hold = await self._environments.hold(row.info.layers)
             except DsecError:
                 self._store.let_go(row.info.project, row.info.name)

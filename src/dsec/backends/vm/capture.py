@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from dsec.backends.vm.templates import RAM, STATE
 from dsec.core.errors import HostError, LimitError, SandboxFaultError, StorageError
 from dsec.core.limits import MACHINE_OVERLAYS_MAX, MIB
 
+_STATE_BYTES_MAX: Final = 64 * MIB  # of all devices; it is some 200 KiB
 _DISK_SLACK_BYTES: Final = 64 * MIB  # tables of a qcow2, beside what is in it
 
 
@@ -163,16 +165,18 @@ class MachineCapture:
         status = await monitor.execute("query-status")
         if not isinstance(status, dict) or status.get("running") is not False:
             raise SandboxFaultError("the machine does not stand still")
-        path = self._work / STATE
-        path.unlink(missing_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
-        try:
-            os.fchmod(fd, 0o444)
-            await monitor.write_to(fd, "xen-save-devices-state", {"live": False}, timeout_s=within_s)
-        finally:
-            os.close(fd)
-        if not path.stat().st_size:
-            raise HostError("the monitor has written no state")
+        # What the monitor writes it could hold open, and write again: another file is kept than it was given.
+        with tempfile.TemporaryFile(dir=self._work) as given:
+            fd = os.open(f"/proc/self/fd/{given.fileno()}", os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                await monitor.write_to(fd, "xen-save-devices-state", {"live": False}, timeout_s=within_s)
+            finally:
+                os.close(fd)
+            content = os.pread(given.fileno(), _STATE_BYTES_MAX + 1, 0)
+        if not 0 < len(content) <= _STATE_BYTES_MAX:
+            raise HostError("the state that the monitor has written is none, or too large")
+        (self._work / STATE).write_bytes(content)
+        (self._work / STATE).chmod(0o444)
 
     def _take_rest(self, deadline: Deadline) -> int:
         source = self._source

@@ -63,6 +63,8 @@ class GuestMemory:
         except OSError as error:
             raise HostError(f"the memory that the machine was begun with cannot be read: {error}") from error
         try:
+            if os.fstat(source).st_size != self._parts[-1].offset + self._parts[-1].end - self._parts[-1].start:
+                raise HostError("the memory that the machine was begun with is of another size")
             copy_into(source, target, Deadline(float("inf")))
         finally:
             os.close(source)

@@ -22,6 +22,7 @@ from dsec.wire.jail import JailBind, JailPlan
 
 _STDERR_BYTES_MAX: Final = 8 * 1024
 _GONE_S: Final = 30.0
+_POLL_S: Final = 0.01
 _OPEN_FILES: Final = 1024
 _LIBRARIES: Final = ("lib", "lib64", "lib32", "bin", "sbin")
 _DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
@@ -199,6 +200,23 @@ def make_cgroups(files: Mapping[str, Mapping[str, str]]) -> None:
         Path(directory).mkdir()
         for name, value in values.items():
             Path(directory, name).write_text(value)
+
+
+async def empty_cgroups(directories: Sequence[str]) -> None:
+    """Nothing runs in them any more; those that are not there are fine. Raises HostError when something resists."""
+    until = asyncio.get_running_loop().time() + _GONE_S
+    for directory in map(Path, directories):
+        while _has_processes(directory):
+            if asyncio.get_running_loop().time() > until:
+                raise HostError(f"what runs in the cgroup {directory} does not end")
+            _kill_in(directory)
+            await asyncio.sleep(_POLL_S)
+
+
+def _has_processes(directory: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return bool((directory / "cgroup.procs").read_text().strip())
+    return False
 
 
 async def remove_cgroups(directories: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from dsec.backends.vm.machine import EMULATOR_BYTES
-from dsec.backends.vm.monitor import Confines, MonitorProcess, make_cgroups, remove_cgroups
+from dsec.backends.vm.monitor import Confines, MonitorProcess, empty_cgroups, make_cgroups, remove_cgroups
 from dsec.backends.vm.record import MachineRecord
 from dsec.core.errors import DeadlineError, DsecError, GoneError, HostError, LaunchError, Outcome, UnsupportedError
 from dsec.core.faults import fault_point
@@ -116,10 +116,11 @@ class Place:
             os.chown(directory, record.uid, record.uid)
 
     async def lay_out_again(self, record: MachineRecord, cgroups: CgroupPlan) -> None:
-        """Of a machine that slept: whatever ran of it has ended; its cgroups are as they were; its sockets' directory
-        is empty. Raises OSError, HostError."""
+        """Of a machine that slept: whatever ran of it has ended (a half wakening has left a monitor); its cgroups are
+        there, which after a reboot they are not, and count on; its sockets' directory is empty. Raises OSError,
+        HostError."""
         fault_point("vm.lay_out_again")
-        await remove_cgroups(record.cgroups)  # after a reboot there are none, and a half wakening has left a monitor
+        await empty_cgroups(record.cgroups)
         await asyncio.to_thread(self._lay_out_again, record, cgroups)
 
     async def clear(self, record: MachineRecord) -> None:
@@ -127,7 +128,7 @@ class Place:
         await asyncio.to_thread(self._empty_sockets, record)
 
     def _lay_out_again(self, record: MachineRecord, cgroups: CgroupPlan) -> None:
-        make_cgroups(_files_of(cgroups))
+        make_cgroups({path: files for path, files in _files_of(cgroups).items() if not Path(path).is_dir()})
         self._empty_sockets(record)
 
     def _empty_sockets(self, record: MachineRecord) -> None:
