@@ -113,3 +113,8 @@ async def test_what_a_machine_has_written_is_in_the_machines_made_of_it_and_a_st
         shutil.move(place.directory / "gone", place.directory / "store")
         again = await second.exec("cat /far > /dev/null", timeout_s=300)
         assert again.exit_code == 0, again.stderr
+
+    short = await client.machines.collapse("ready")
+    assert len(short.layers) == 2
+    async with await create(client, "ready", memory="192MiB") as third:
+        assert (await third.exec("cat /root/note")).stdout == "written\n"
