@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,18 @@ def test_output_status_and_usage_come_back(wire: AgentWire) -> None:
     assert (end["out_bytes"], end["err_bytes"]) == (4, 4)
     assert end["usage"]["wall_us"] > 0
     assert end["usage"]["max_rss_bytes"] > 0
+
+
+def test_a_request_that_comes_while_a_command_is_being_started_is_answered(wire: AgentWire) -> None:
+    for number in range(60):
+        started = wire.open("exec", id=f"e{number}", argv=[b"sleep", b"600"])
+        time.sleep(number / 100_000)  # the start takes some tenths of a millisecond
+        asked = wire.open("usage")
+
+        assert wire.result(asked)["processes"] >= 1
+        wire.result(started)
+        wire.call("kill", id=f"e{number}")
+        wire.collect(started)
 
 
 def test_a_command_that_dies_by_a_signal_says_which(wire: AgentWire) -> None:

@@ -502,6 +502,8 @@ impl Agent {
         let mut more = self.take_frames();
         if std::mem::take(&mut self.has_started) {
             self.catch_up();
+            // What has been read by that is waited for by nothing else.
+            more |= self.take_frames();
         }
         for _ in 0..PUMPS_PER_TURN {
             let has_room = self.link.as_ref().is_some_and(|link| link.has_room());
