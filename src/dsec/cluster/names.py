@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from dsec.cluster.registry import Bucket, Entry, Registry, key_of
-from dsec.core.clock import Clock
+from dsec.core.clock import Clock, SteadyWall
 from dsec.core.errors import ConflictError, UnavailableError
 from dsec.core.ids import NodeId
 from dsec.core.limits import CREATE_TIMEOUT_S_MAX
@@ -44,13 +44,13 @@ class Names:
 
     def __init__(self, registry: Registry, clock: Clock, still_there: StillThere) -> None:
         self._registry = registry
-        self._clock = clock
+        self._wall = SteadyWall(clock)
         self._still_there = still_there
 
     async def claim(self, project: str, name: str, node: NodeId, key: str | None) -> Claim:
         """Raises ConflictError when another sandbox has it, or another create is about to."""
         place = key_of(project, name)
-        holder = Holder(node=node, operation=key or f"once-{secrets.token_hex(12)}", at=self._clock.wall_s())
+        holder = Holder(node=node, operation=key or f"once-{secrets.token_hex(12)}", at=self._wall.now_s())
         for _ in range(_ROUNDS):
             entry = await self._registry.get(Bucket.NAMES, place)
             try:

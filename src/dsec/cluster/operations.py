@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from dsec.cluster.registry import Bucket, Registry, key_of
-from dsec.core.clock import Clock
+from dsec.core.clock import Clock, SteadyWall
 from dsec.core.errors import ConflictError, IdempotencyError, UnavailableError
 from dsec.core.ids import NodeId
 from dsec.core.limits import IDEMPOTENCY_TTL_S
@@ -53,7 +53,7 @@ class Operations:
 
     def __init__(self, registry: Registry, clock: Clock) -> None:
         self._registry = registry
-        self._clock = clock
+        self._wall = SteadyWall(clock)
 
     async def again(self, project: str, key: str, request: CreateRequest, *, timeout_s: float) -> Operation | None:
         """A further try of a key that is known; None: it is not. Raises IdempotencyError for another request."""
@@ -67,7 +67,7 @@ class Operations:
                 raise IdempotencyError(
                     "the idempotency key was used for a different request", hint="use a new key for a new sandbox"
                 )
-            now = self._clock.wall_s()
+            now = self._wall.now_s()
             found = Operation(
                 place,
                 NodeId(stored.node),
@@ -93,7 +93,7 @@ class Operations:
     ) -> Operation:
         """The first try, at `node`. Raises ConflictError when somebody was faster."""
         place, digest = key_of(project, key), _digest(request)
-        until = self._clock.wall_s() + timeout_s + _SKEW_S
+        until = self._wall.now_s() + timeout_s + _SKEW_S
         stored = _Stored(node=node, request=digest, tries=1, until=until)
         revision = await self._registry.create(Bucket.OPS, place, pack(stored), ttl_s=IDEMPOTENCY_TTL_S)
         return Operation(place, node, digest, 1, until, True, revision)
@@ -110,7 +110,7 @@ class Operations:
 
         Raises ConflictError when others have tried meanwhile: then ask `again`.
         """
-        until = max(operation.until, self._clock.wall_s() + timeout_s + _SKEW_S)
+        until = max(operation.until, self._wall.now_s() + timeout_s + _SKEW_S)
         return await self._write(replace(operation, node=node, tries=1, until=until))
 
     async def _write(self, operation: Operation) -> Operation:
