@@ -11,12 +11,24 @@ import pytest
 
 from dsec.backends.fake.backend import FakeBackend
 from dsec.backends.fullvm.images import MachineImages
-from dsec.core.errors import CapacityError, ConflictError, EnvironmentNotFoundError, ForbiddenError, UnsupportedError
+from dsec.core.errors import (
+    CapacityError,
+    ConflictError,
+    EnvironmentNotFoundError,
+    ForbiddenError,
+    NotFoundError,
+    UnsupportedError,
+)
 from dsec.core.spec import Substrate
-from dsec.testing.nodes import FAKE_SPEC, NodeClient, caller_of, fake_node
+from dsec.storage.disks import DiskLayers
+from dsec.storage.layers import LayerStore
+from dsec.storage.loader import Loader
+from dsec.storage.remote import RemoteLayers
+from dsec.testing.nodes import FAKE_SPEC, FakeEnvironments, NodeClient, caller_of, fake_node
 from dsec.wire import records
 from dsec.wire.codec import unpack
-from dsec.wire.environments import MachineBuild
+from dsec.wire.disks import MachineCommit, MachinePull, MachinePush, SandboxCommit
+from dsec.wire.environments import EnvironmentTrace, MachineBuild
 from dsec.wire.frames import FrameType
 from dsec.wire.machines import MachineImport, MachineInfo, MachinePage, MachineRef
 from dsec.wire.node import Done, Method, Nothing, Right
@@ -31,7 +43,9 @@ class WithImages(FakeBackend):
 
 @pytest.fixture
 async def node(tmp_path: Path) -> AsyncIterator[NodeClient]:
-    async with fake_node(tmp_path / "node") as client:
+    remote = RemoteLayers(Loader(tmp_path, tmp_path, cache_bytes=0))
+    environments = FakeEnvironments(disks=DiskLayers(LayerStore(tmp_path / "layers"), remote))
+    async with fake_node(tmp_path / "node", environments=environments) as client:
         inside = client.node
         inside.backends = {**inside.backends, Substrate.FULLVM: WithImages(MachineImages(tmp_path / "images"))}
         yield client.of(caller_of("/", rights=frozenset({Right.ADMIN})))
@@ -118,6 +132,36 @@ async def test_a_build_of_a_name_that_is_taken_begins_not_at_all(node: NodeClien
         await build(node, "deb")
 
     assert [path.name for path in (tmp_path / "images").iterdir()] == ["deb"]
+
+
+async def test_stores_in_directories_of_the_node_are_for_who_is_on_it(node: NodeClient, tmp_path: Path) -> None:
+    (tmp_path / "disk").write_bytes(bytes(512))
+    await local(node).call(
+        Method.MACHINE_IMPORT, MachineImport(name="one", path=str(tmp_path / "disk"), format="raw"), MachineInfo
+    )
+    store = f"file://{tmp_path}/store"
+    push = MachinePush(name="one", store=store)
+    pull = MachinePull(name="two", store=store, image="other")
+
+    for method, request in ((Method.MACHINE_PUSH, push), (Method.MACHINE_PULL, pull)):
+        with pytest.raises(ForbiddenError):
+            await node.call(method, request, MachineInfo)
+    assert not (tmp_path / "store").exists()
+    pushed = await local(node).call(Method.MACHINE_PUSH, push, MachineInfo)
+    assert pushed.digest == (await local(node).call(Method.MACHINE_PUSH, push, MachineInfo)).digest
+    assert pushed.digest is not None
+    with pytest.raises(NotFoundError, match="no machine 'other'"):
+        await local(node).call(Method.MACHINE_PULL, pull, MachineInfo)
+    with pytest.raises(ConflictError, match="nothing of the disk"):
+        await node.call(Method.MACHINE_TRACE, MachineRef("one"), EnvironmentTrace)
+
+
+async def test_only_disks_of_machines_become_images_of_machines(node: NodeClient) -> None:
+    sandbox = await node.call(Method.CREATE, records.CreateRequest(spec=FAKE_SPEC), records.Sandbox)
+
+    with pytest.raises(UnsupportedError, match="become no images"):
+        await node.call(Method.MACHINE_COMMIT, SandboxCommit(sandbox.id, MachineCommit(name="one")), MachineInfo)
+    assert await names(node) == []
 
 
 async def test_a_node_that_offers_no_machines_says_so(tmp_path: Path) -> None:
