@@ -112,6 +112,30 @@ async def test_every_character_of_the_keyboard_gets_through(sb: AsyncSandbox) ->
 
 
 @in_module
+async def test_forks_deep_pauses_and_rollbacks_have_what_the_screen_showed(sb: AsyncSandbox) -> None:
+    await sb.screen.type("ab")
+    before = await shows(sb, 3)
+
+    (fork,) = await sb.fork(1)
+    async with fork:
+        assert await shows(fork, 3) == before
+        await fork.screen.type("c")
+        assert (await shows(fork, 4))[:3] == before
+    await sb.pause(deep=True)
+    assert await shows(sb, 3) == before  # the next use resumes it
+    snapshot = await sb.snapshot()
+    await sb.screen.type("d")
+    await shows(sb, 4)
+    await sb.rollback(snapshot)
+
+    assert await shows(sb, 3) == before
+    await sb.screen.type("e")
+    assert (await shows(sb, 4))[:3] == before
+    await sb.destroy()
+    await snapshot.remove()
+
+
+@in_module
 async def test_a_key_may_be_pressed_by_its_name(sb: AsyncSandbox) -> None:
     size = await sb.screen.act(TypeText(text="a"), PressKey(key="shift+b"))
     prompt, a, b = await shows(sb, 3)

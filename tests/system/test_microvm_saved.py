@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from dsec.core import errors
 from dsec.core.spec import Substrate
 from dsec.sdk.client import AsyncClient
-from tests.system.container_place import private_place, served
+from dsec.sdk.sandbox import AsyncSandbox
+from dsec.testing.waiting import eventually
+from tests.system.container_place import Place, private_place, served
 from tests.system.test_microvms import COUNT, create
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -73,3 +76,52 @@ async def test_a_snapshot_that_is_copied_to_another_node_goes_on_there(small_sto
                 shutil.rmtree(manifest.parent)
                 with pytest.raises(errors.LaunchError, match="is not on this node"):
                     await client.create(snapshot=snapshot.id, timeout_s=60)
+
+
+async def test_kill_9_of_the_node_at_any_moment_leaves_the_machine_and_no_half_of_anything(small_store: Path) -> None:
+    with private_place(small_store) as place:
+        place.start_process()
+        async with AsyncClient(place.url) as client:
+            await place.ready(client)
+            try:
+                sandbox = await create(client)
+            except errors.UnsupportedError as error:
+                pytest.skip(f"microvm: {error.message}")
+            await sandbox.exec("echo in memory > /dev/shm/kept")
+            for wait_s in (0.02, 0.15, 0.4, 0.8, 1.5):
+                for what in ("snapshot", "fork", "pause"):
+                    asked = asyncio.create_task(_asked(sandbox, what))
+                    await asyncio.sleep(wait_s)
+                    place.kill_node()
+                    asked.cancel()
+                    await asyncio.gather(asked, return_exceptions=True)
+                    place.start_process()
+                    await place.ready(client)
+
+                    sandbox = await client.connect(sandbox.id)
+                    assert (await sandbox.exec("cat /dev/shm/kept")).stdout == "in memory\n", (wait_s, what)
+                    forks = [found for found in await client.list() if found.id != sandbox.id]
+                    assert len(forks) in (0, 2), (wait_s, what)
+                    await asyncio.gather(*(fork.destroy() for fork in forks))
+                    await eventually(partial(_nothing_is_left, place))
+            for snapshot in await client.snapshots.list():
+                await snapshot.remove()
+            await sandbox.destroy()
+            await eventually(partial(_nothing_is_left, place))
+
+
+async def _asked(sandbox: AsyncSandbox, what: str) -> None:
+    if what == "snapshot":
+        await sandbox.snapshot()
+    elif what == "fork":
+        await sandbox.fork(2)
+    else:
+        await sandbox.pause(deep=True)
+
+
+def _nothing_is_left(place: Place) -> bool:
+    """But the machines of snapshots that have a record."""
+    records = [json.loads(path.read_text()) for path in (place.state / "snapshots").glob("*.json")]
+    directory = place.state / "vm" / "saved"
+    found = {path.name for path in directory.iterdir()} if directory.exists() else set()
+    return found == {record["machine"] for record in records}

@@ -294,7 +294,7 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
     async def claim(self, spare: Instance, instance: InstanceSpec) -> FullvmInstance:
         """Its agent, if it has ours, names it, as told by the caller."""
         assert isinstance(spare, FullvmInstance)
-        if spare.spare_of != await self.shape(instance):
+        if not instance.machine and spare.spare_of != await self.shape(instance):
             raise LaunchError("the image has been made anew since the spare was", step="claim")
         self.instances[instance.id] = self.instances.pop(spare.id, spare)
         spare.become(msgspec.structs.replace(spare.facts, sandbox=instance.id))
