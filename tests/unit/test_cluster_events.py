@@ -199,6 +199,29 @@ async def test_a_reader_that_is_older_than_what_is_kept_is_told_of_the_gap(log: 
         assert [e.kind for e in await told(tail, after=first.position)] == ["gap"]
 
 
+async def test_a_tail_that_the_log_has_left_behind_says_so_and_one_that_failed_goes_on(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec.cluster.events._AGAIN_S", 0.01)
+    follow, fails = log.follow, [True]
+
+    def unreliable(*given: Any, **more: Any) -> Any:
+        if fails:
+            fails.pop()
+            raise UnavailableError("away")
+        return follow(*given, **more)
+
+    monkeypatch.setattr(log, "follow", unreliable)
+    async with tail_of(log) as tail:
+        await put(log, node_subject(NODE), event(1))
+        await eventually(lambda: tail._end == 2)
+        (seen,) = await told(tail)
+        tail._keep(Record(9, node_subject(NODE), pack(Events((event(9),)))))  # 2 to 8 have gone
+
+        await log._database.run(lambda db: db.execute("UPDATE log SET sequence = 9"))  # type: ignore[attr-defined]
+        assert [e.kind for e in await told(tail, after=seen.position)][:1] == ["gap"]
+
+
 def test_a_node_speaks_for_its_own_sandboxes_alone() -> None:
     elsewhere = new_sandbox_id(OTHER)
     forged = (
@@ -214,6 +237,9 @@ def test_a_node_speaks_for_its_own_sandboxes_alone() -> None:
     for one in forged:
         assert events_of(Record(1, subject, pack(Events((event(1), one))))) == ()
     assert events_of(Record(1, subject, b"\xc1noise")) == ()
+    (gap,) = events_of(Record(1, subject, pack(Events((event(1, kind="gap", detail="read this", name="x"),)))))
+    assert (gap.sandbox, gap.project, gap.name, gap.number) == (None, None, None, 1)
+    assert "read this" not in (gap.detail or "")
     assert events_of(Record(1, f"node-lost.{NODE}", pack(Events((event(1),))))) == ()
 
 

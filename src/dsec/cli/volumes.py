@@ -60,7 +60,9 @@ def list_(json: Json = False) -> None:
         if settings.json:
             put_json(found)
             return
-        table(("NAME", "KIND", "PROJECT", "SIZE", "USED", "AGE", "USED BY"), [_row(volume) for volume in found])
+        several = len({volume.node for volume in found}) > 1
+        rows = [(*_row(volume), *([volume.node or ""] if several else [])) for volume in found]
+        table(("NAME", "KIND", "PROJECT", "SIZE", "USED", "AGE", "USED BY", *(["NODE"] if several else [])), rows)
 
     run_async(work())
 

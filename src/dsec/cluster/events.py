@@ -9,18 +9,20 @@ from typing import Final
 
 from dsec.cluster.log import OF_NODE, VERDICT, Log, LogStream, Record
 from dsec.cluster.rpc import EmbeddedRpc
-from dsec.core.errors import InvalidArgumentError, ProtocolError, UnsupportedError
+from dsec.core.errors import DsecError, InvalidArgumentError, ProtocolError, UnsupportedError
 from dsec.core.ids import NodeId, node_of, parse_sandbox_id
 from dsec.core.limits import EVENTS_READ_MAX, EVENTS_TAIL_MAX
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
-from dsec.wire.events import Event, EventQuery, Events
+from dsec.wire.events import Event, EventKind, EventQuery, Events
 from dsec.wire.following import Bell, EventPage, Place, serve_events
 from dsec.wire.node import Caller, Method, Stream, project_seen
 from dsec.wire.records import NodeLoad
 
 log = get_logger(__name__)
 
+_AGAIN_S: Final = 1.0
+_NODE_GAP: Final = "the node has not kept what happened on it before this until it could be told"
 _OF_NODES: Final = "node_"  # kinds that a node does not tell of itself
 
 
@@ -37,7 +39,14 @@ def events_of(record: Record) -> tuple[Event, ...]:
     if kind == OF_NODE and not all(_is_own(event, node) for event in events):
         log.warning("a node tells of what is not its own", node=node)
         return ()
-    return events
+    return events if kind == VERDICT else tuple(map(_plain, events))
+
+
+def _plain(event: Event) -> Event:
+    """A gap is told to everybody: with no word of the node's own."""
+    if event.kind != EventKind.GAP:
+        return event
+    return Event(kind=event.kind, at=event.at, node=event.node, number=event.number, detail=_NODE_GAP)
 
 
 def _is_own(event: Event, node: str) -> bool:
@@ -78,8 +87,12 @@ class EventTail:
 
     async def read(self, after: Place) -> EventPage:
         if after[0] >= self._floor:
-            found = [item for item in self._kept if item[0] >= after[0]]
-            return _page(_at_most(found), after, after[0], self._end)
+            found = []
+            for item in reversed(self._kept):  # most who read are near its end
+                if item[0] < after[0]:
+                    break
+                found.append(item)
+            return _page(_at_most(found[::-1]), after, after[0], self._end)
         first, last = await self._log.bounds(LogStream.EVENTS)
         records = await self._log.read(LogStream.EVENTS, "", after=max(after[0] - 1, 0), limit=EVENTS_READ_MAX)
         if not records:  # the rest has gone meanwhile
@@ -87,17 +100,28 @@ class EventTail:
         return _page([(record.sequence, events_of(record)) for record in records], after, first, None)
 
     async def _follow(self) -> None:
-        async with aclosing(self._log.follow(LogStream.EVENTS, after=self._end - 1)) as records:
-            async for record in records:
-                events = events_of(record)
-                self._kept.append((record.sequence, events))
-                self._count += len(events) + 1
-                self._end = record.sequence + 1
-                while self._count > EVENTS_TAIL_MAX:
-                    old, gone = self._kept.popleft()
-                    self._count -= len(gone) + 1
-                    self._floor = old + 1
-                self._bell.ring()
+        while True:
+            try:
+                async with aclosing(self._log.follow(LogStream.EVENTS, after=self._end - 1)) as records:
+                    async for record in records:
+                        self._keep(record)
+            except DsecError as error:
+                log.warning("events are not followed", error=str(error))
+            await asyncio.sleep(_AGAIN_S)
+
+    def _keep(self, record: Record) -> None:
+        if record.sequence != self._end:  # the log has lost what was in between: it is asked, and says so
+            self._kept.clear()
+            self._count, self._floor = 0, record.sequence
+        events = events_of(record)
+        self._kept.append((record.sequence, events))
+        self._count += len(events) + 1
+        self._end = record.sequence + 1
+        while self._count > EVENTS_TAIL_MAX:
+            old, gone = self._kept.popleft()
+            self._count -= len(gone) + 1
+            self._floor = old + 1
+        self._bell.ring()
 
 
 def _at_most(records: list[tuple[int, tuple[Event, ...]]]) -> list[tuple[int, tuple[Event, ...]]]:

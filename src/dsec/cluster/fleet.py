@@ -12,7 +12,7 @@ from dsec.cluster.placement import Burst
 from dsec.cluster.queue import CreateQueue, Patience
 from dsec.cluster.rpc import Rpc
 from dsec.core.clock import Clock, SystemClock
-from dsec.core.errors import CapacityError, DsecError
+from dsec.core.errors import CapacityError, DsecError, UnavailableError
 from dsec.core.ids import NodeId
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
@@ -161,30 +161,35 @@ class OneNode:
 
     async def _follow(self) -> None:
         """While somebody waits: what ends leaves room. Memory and disk that become free are told by nobody."""
-        stream = None
+        await asyncio.sleep(0)  # who asked for this is in the queue then
+        while len(self._queue):
+            try:
+                await self._follow_events()
+            except DsecError as error:
+                log.info("the node tells nothing of room for creates", why=error.message)
+                await asyncio.sleep(_LOOK_S)
+                self._try_more(1)
+
+    async def _follow_events(self) -> None:
+        query = EventQuery(kinds=tuple(map(str, (*ENDS, EventKind.PAUSED))))
+        stream = await self._rpc.open(self._node, Method.EVENTS, pack(query), caller=_SELF)
+        heard = asyncio.ensure_future(stream.recv())
         try:
-            await asyncio.sleep(0)  # who asked for this is in the queue then
-            query = EventQuery(kinds=tuple(map(str, (*ENDS, EventKind.PAUSED))))
-            stream = await self._rpc.open(self._node, Method.EVENTS, pack(query), caller=_SELF)
-            heard = asyncio.ensure_future(stream.recv())
             while len(self._queue):
                 await asyncio.wait({heard}, timeout=_LOOK_S)
                 if not heard.done():
                     self._try_more(1)
-                elif (frame := heard.result()) is None:
-                    return
-                else:
-                    heard = asyncio.ensure_future(stream.recv())
-                    if unpack(frame.body, EventLine).event is not None:
-                        self._try_more(_TRIES)
-            heard.cancel()
-        except DsecError as error:
-            log.info("the node tells nothing of room for creates", why=error.message)
-            await asyncio.sleep(_LOOK_S)
-            self._try_more(1)
+                    continue
+                frame = heard.result()
+                if frame is None:
+                    raise UnavailableError("the stream of events ended")
+                heard = asyncio.ensure_future(stream.recv())
+                if unpack(frame.body, EventLine).event is not None:
+                    self._try_more(_TRIES)
         finally:
-            if stream is not None:
-                await stream.close()
+            heard.cancel()
+            await asyncio.gather(heard, return_exceptions=True)
+            await stream.close()
 
     async def listing(self, query: ListQuery, *, caller: Caller, timeout_s: float) -> SandboxPage:
         answer = await self._rpc.call(self._node, Method.LIST, pack(query), caller=caller, timeout_s=timeout_s)

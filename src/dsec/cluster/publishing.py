@@ -54,8 +54,7 @@ class EventPublisher:
         return True
 
     def _lost(self, next: Event) -> Event:
-        text = "the node has not kept events before this until the log took them"
-        return Event(kind=str(EventKind.GAP), at=next.at, node=next.node, number=next.number - 1, detail=text)
+        return Event(kind=str(EventKind.GAP), at=next.at, node=next.node, number=next.number - 1)
 
     async def _append(self, batch: Sequence[Event]) -> None:
         node = self._source.origin

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Final
 
 from dsec.core.clock import Clock
@@ -16,6 +17,7 @@ from dsec.observe import metrics
 _PAUSE_S: Final = 0.02  # between two rounds: news come from many nodes at once
 _VETO_S: Final = 1.0  # for so long a node that has refused is not asked again by the same create
 _RETRY_AFTER_S: Final = 1.0
+_LOOKED_MAX: Final = 512  # of one project, each time around: what asks for less may be behind what asks for more
 
 Choose = Callable[[], NodeId]
 """A node with room, which the choice has taken some of. Raises CapacityError: there is none."""
@@ -155,7 +157,7 @@ class CreateQueue:
                         self._projects[project] = line
 
     def _offer_to(self, project: str, full: set[object]) -> bool:
-        for waiting in tuple(self._projects[project]):
+        for waiting in tuple(islice(self._projects[project], _LOOKED_MAX)):
             if waiting.turn.done() or waiting.shape in full:
                 continue
             try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from dsec.api.errors import told
 from dsec.api.request import Request
-from dsec.api.routes.sandboxes import create
+from dsec.api.routes.sandboxes import create, on_named_node
 from dsec.api.routing import Route
 from dsec.core.errors import LimitError
 from dsec.core.limits import BATCH_CONCURRENCY, IDEMPOTENCY_KEY_BYTES_MAX
@@ -25,7 +25,7 @@ async def create_batch(request: Request) -> None:
     key = request.key
     if key is not None and len(key) + len(f"/{body.count}") > IDEMPOTENCY_KEY_BYTES_MAX:
         raise LimitError("the Idempotency-Key leaves no room for the number of the item")
-    item = CreateRequest(spec=body.spec, timeout_s=body.timeout_s, queue_s=body.queue_s)
+    item = on_named_node(CreateRequest(spec=body.spec, timeout_s=body.timeout_s, queue_s=body.queue_s), request)
     await request.start(200, TYPE_NDJSON, [])
     # Bounded: a client that does not read its results holds back the creates.
     lines: _Lines = asyncio.Queue(BATCH_CONCURRENCY)
