@@ -398,6 +398,22 @@ async def test_a_principal_may_have_rights_over_several_projects_and_a_token_for
             iam.directory.authenticate(text)
 
 
+async def test_a_token_that_another_project_made_for_a_principal_does_not_reach_its_grants_elsewhere(iam: Iam) -> None:
+    await holder(iam, "ci", "/a", "manage")
+    lead = await holder(iam, "lead", "/b", "manage")
+    theirs = await holder(iam, "ci@/a", "/b", "manage", by=lead)
+    reader = await holder(iam, "ci", "/a", "read")
+    (own,) = [row for row, _ in iam.delegation.grants(by=ADMIN) if (row.principal, row.project) == ("ci@/a", "/a")]
+
+    assert {row.project for row, _ in iam.delegation.grants(by=theirs)} == {"/b"}
+    assert own.id in {row.id for row, _ in iam.delegation.grants(by=reader)}
+    with pytest.raises(NotFoundError):
+        await iam.delegation.revoke(own.id, by=theirs)
+    with pytest.raises(NotFoundError):
+        await iam.delegation.revoke(own.id, by=reader)
+    assert iam.directory.view.grant(own.id) == own
+
+
 async def test_acting_within_a_project_is_having_no_more_than_that(iam: Iam) -> None:
     await iam.projects.create("/team", by=ADMIN)
     await iam.projects.create("/team/run", by=ADMIN)

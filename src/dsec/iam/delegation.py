@@ -72,11 +72,11 @@ class Delegation:
     # -- grants ------------------------------------------------------------------------------------
 
     def grants(self, *, by: Principal) -> list[tuple[GrantRow, bool]]:
-        """Those over projects that `by` manages, and its own, newest first; and whether each is in force."""
+        """Those over projects that `by` manages, and its own there, newest first; and whether each is in force."""
         self._directory.refresh_if_due()
         view, now = self._directory.view, self._directory.now()
         rows = [row for row in view.rows.values() if isinstance(row, GrantRow)]
-        seen = [row for row in rows if (by.token and row.principal == by.id) or by.best(row.project, Right.MANAGE)]
+        seen = [row for row in rows if self._is_own(row, by) or by.best(row.project, Right.MANAGE)]
         found = [(row, view.in_force(row, now) is not None) for row in seen]
         return sorted(found, key=lambda item: item[0].created_at, reverse=True)
 
@@ -147,13 +147,16 @@ class Delegation:
         )
 
     async def revoke(self, id: str, *, by: Principal) -> None:
-        """And with it what was given by it. Its holder may give it back. Raises NotFoundError, ForbiddenError."""
+        """And with it what was given by it. Its holder may give it back, with a token that has all of it.
+
+        Raises NotFoundError, ForbiddenError.
+        """
         view = self._directory.view
 
         def decide(change: Change) -> None:
             row = view.grant(id)
             held = None if row is None else by.best(row.project, Right.MANAGE)
-            mine = row is not None and by.token is not None and row.principal == by.id
+            mine = row is not None and self._is_own(row, by, whole=True)
             if row is None or (held is None and not mine):
                 raise NotFoundError(f"there is no grant {id[:40]!r}", hint="`dsec grant ls` lists them")
             if held is not None and not mine:
@@ -163,3 +166,11 @@ class Delegation:
             change.delete(grant_key(id))
 
         await self._directory.change(decide)
+
+    def _is_own(self, row: GrantRow, by: Principal, *, whole: bool = False) -> bool:
+        """Of who asks, and within the token that was shown: who manages a project may have made that for a principal of
+        another. `whole`: the token has all of the right, too."""
+        token = None if by.token is None else self._directory.view.token(by.token)
+        if token is None or row.principal != token.principal or not reaches(token.project, row.project):
+            return False
+        return not whole or ORDER[token.right] >= ORDER[row.right]
