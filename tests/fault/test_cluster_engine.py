@@ -155,17 +155,16 @@ async def test_a_nodes_credentials_write_its_own_keys_and_nobody_elses(servers: 
     await control.put(Bucket.NODES, other, b"theirs")
 
     await registry.create(Bucket.NODES, node, b"mine")
-    await registry.put(Bucket.SANDBOXES, f"{node}.sbx", b"mine")
-    await log.append(EVENTS, f"created.{node}", b"mine", id="1")
+    await log.append(EVENTS, f"sandbox.{node}", b"mine", id="1")
     await log.append(LogStream.TRAJECTORIES, f"{node}.run.sbx", b"mine", id="2")
     assert await registry.get(Bucket.NODES, other) is not None  # who is a member is no secret
     refused: list[Callable[[], Awaitable[object]]] = [
         lambda: registry.put(Bucket.NODES, other, b"forged"),
-        lambda: registry.put(Bucket.SANDBOXES, f"{other}.sbx", b"forged"),
+        lambda: registry.put(Bucket.SANDBOXES, f"{node}.sbx", b"forged"),  # tombstones are the watcher's
         lambda: registry.put(Bucket.OPS, "p.key", b"forged"),
-        lambda: log.append(EVENTS, f"created.{other}", b"forged", id="3"),
+        lambda: log.append(EVENTS, f"sandbox.{other}", b"forged", id="3"),
         lambda: log.append(LogStream.TRAJECTORIES, f"{other}.run.sbx", b"forged", id="4"),
-        lambda: log.purge(EVENTS, "created"),
+        lambda: log.purge(EVENTS, "sandbox"),
         lambda: registry.get(Bucket.OPS, "p.key"),
         lambda: registry.entries(Bucket.NODES),
         lambda: engine.ask("STREAM.DELETE.KV_dsec-test-NODES", {}, dict),
@@ -176,6 +175,32 @@ async def test_a_nodes_credentials_write_its_own_keys_and_nobody_elses(servers: 
     entry = await control.get(Bucket.NODES, other)
     assert entry is not None
     assert entry.value == b"theirs"
+
+
+async def test_a_nodes_credentials_reach_no_others_records_by_headers_replies_or_ids(servers: NatsServers) -> None:
+    node, other = new_node_id(), new_node_id()
+    engine = await servers.connect(node, servers.node(node))
+    control = await servers.connect()
+    registry, log, layout = EngineRegistry(control), EngineLog(control), servers.layout
+    ours = {Bucket.MEMBERS: other, Bucket.IAM: "000000000001", Bucket.LEASES: "watcher", Bucket.SANDBOXES: f"{other}.a"}
+    for bucket, key in ours.items():
+        await registry.put(bucket, key, b"theirs")
+    own = layout.log_subject(EVENTS, f"sandbox.{node}")
+
+    mine = layout.node_subject(Bucket.MEMBERS, node)
+    assert mine is not None
+    await engine.client.publish(mine, b"x", headers={"Nats-Rollup": "all"})
+    for bucket in (Bucket.IAM, Bucket.LEASES, Bucket.SANDBOXES):
+        await engine.client.publish(own, b"x", reply=f"$KV.{layout.bucket(bucket)}.{ours[bucket]}")
+        await engine.client.publish(own, b"x", reply=f"$JS.API.STREAM.PURGE.{layout.bucket_stream(bucket)}")
+    await engine.client.flush()
+    await log.append(EVENTS, f"sandbox.{node}", b"the last", id="last")
+
+    for bucket, key in ours.items():
+        entry = await registry.get(bucket, key)
+        assert entry is not None
+        assert (bucket, entry.value) == (bucket, b"theirs")
+    assert await registry.get(Bucket.MEMBERS, node) is None
 
 
 async def test_credentials_of_nobody_are_refused(servers: NatsServers) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final
 
@@ -28,6 +29,8 @@ class EventPublisher:
         self._source = source
         self._at = (told, 0)
         self._keep = keep
+        # The log takes each id once, whoever writes it: by ids that are foreseen a node could keep others' records out.
+        self._word = secrets.token_hex(8)
 
     async def run(self) -> None:
         """Until it is cancelled. While the log is away events stay in the journal, and are told then."""
@@ -58,7 +61,7 @@ class EventPublisher:
 
     async def _append(self, batch: Sequence[Event]) -> None:
         node = self._source.origin
-        id = f"events-{node}-{batch[0].number}-{batch[-1].number}"
+        id = f"{self._word}-{node}-{batch[0].number}-{batch[-1].number}"
         await self._log.append(LogStream.EVENTS, node_subject(node), pack(Events(tuple(batch))), id=id)
 
 

@@ -80,8 +80,9 @@ def tombstone_of(event: Event, cause: EndCause, at: float) -> Sandbox:
     )
 
 
-async def bury(registry: Registry, events: Log, view: NodeView, cause: EndCause, at: float) -> int:
-    """Of all that the node had: tombstones, then the events of their ends. How many. Safe to do again.
+async def bury(registry: Registry, events: Log, view: NodeView, cause: EndCause, at: float, *, word: str) -> int:
+    """Of all that the node had: tombstones, then the events of their ends. How many. Safe to do again, with the same
+    `word`, which no node can foresee: the log takes each id once, whoever writes it.
 
     Raises UnavailableError, StorageError.
     """
@@ -109,7 +110,7 @@ async def bury(registry: Registry, events: Log, view: NodeView, cause: EndCause,
     ]
     term = 0 if view.member is None else view.member.term
     for number, batch in enumerate(batches(ends)):
-        id = f"{cause}-{view.id}-{term}-{number}"
+        id = f"{word}-{cause}-{view.id}-{term}-{number}"
         await events.append(LogStream.EVENTS, verdict_subject(view.id), pack(Events(tuple(batch))), id=id)
     return len(left)
 

@@ -43,10 +43,20 @@ class _Consumer(msgspec.Struct, frozen=True):
     num_pending: int = 0
 
 
+class _Config(msgspec.Struct, frozen=True):
+    subjects: tuple[str, ...]
+
+
+class _Info(msgspec.Struct, frozen=True):
+    config: _Config
+
+
 class EngineRegistry:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._layout = engine.layout
+        self._places: dict[Bucket, str] = {}
+        engine.on_reconnect(self._places.clear)  # the engine may have been set up anew
 
     async def get(self, bucket: Bucket, key: str) -> Entry | None:
         entry, _ = await self._last(bucket, check_key(key))
@@ -55,7 +65,7 @@ class EngineRegistry:
     async def entries(self, bucket: Bucket, prefix: str = "") -> list[Entry]:
         deadline = asyncio.get_running_loop().time() + _SILENCE_S * 2
         while True:
-            watch = _Watch(self._engine, bucket, check_prefix(prefix))
+            watch = _Watch(self._engine, bucket, await self._place(bucket), check_prefix(prefix))
             try:
                 await watch.begin()
                 return sorted(await watch.snapshot())
@@ -87,9 +97,8 @@ class EngineRegistry:
         return await self._write(bucket, key, value, ttl_s, None)
 
     async def delete(self, bucket: Bucket, key: str, *, revision: int | None = None) -> None:
-        stream, subject = self._layout.bucket_stream(bucket), self._layout.key_subject(bucket, check_key(key))
-        # The marker is there for watchers, and goes by itself.
-        headers = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
+        stream, subject = self._layout.bucket_stream(bucket), await self._place(bucket) + check_key(key)
+        headers = {"KV-Operation": "PURGE"}  # the marker is there for watchers, and goes by itself
         try:
             await self._engine.write(stream, subject, b"", expected=revision, ttl_s=_MARKER_S, headers=headers)
         except ConflictError:
@@ -98,8 +107,9 @@ class EngineRegistry:
     async def watch(self, bucket: Bucket, prefix: str = "") -> AsyncGenerator[Snapshot | Change, None]:
         check_prefix(prefix)
         while True:
-            watch = _Watch(self._engine, bucket, prefix)
+            watch: _Watch | None = None
             try:
+                watch = _Watch(self._engine, bucket, await self._place(bucket), prefix)
                 await watch.begin()
                 yield Snapshot(tuple(sorted(await watch.snapshot())))
                 while True:
@@ -107,22 +117,31 @@ class EngineRegistry:
             except (_Lost, DsecError, nats.errors.Error) as error:
                 log.info("a watch begins anew", bucket=str(bucket), why=str(error))
             finally:
-                await watch.end()
+                if watch is not None:
+                    await watch.end()
             await asyncio.sleep(_RETRY_S)
 
     async def _write(self, bucket: Bucket, key: str, value: bytes, ttl_s: float | None, expected: int | None) -> int:
-        stream, subject = self._layout.bucket_stream(bucket), self._layout.key_subject(bucket, check_key(key))
+        stream, subject = self._layout.bucket_stream(bucket), await self._place(bucket) + check_key(key)
         ttl = whole_ttl_s(ttl_s)
         return await self._engine.write(stream, subject, check_value(value), expected=expected, ttl_s=ttl)
 
     async def _last(self, bucket: Bucket, key: str) -> tuple[Entry | None, int]:
         """The entry, and the sequence of what is there in its place; 0: nothing."""
-        stream, subject = self._layout.bucket_stream(bucket), self._layout.key_subject(bucket, key)
+        stream, subject = self._layout.bucket_stream(bucket), await self._place(bucket) + key
         found = await self._engine.last(stream, subject)
         if found is None:
             return None, 0
         entry = None if _is_marker(found.headers) else Entry(key, found.body, found.sequence)
         return entry, found.sequence
+
+    async def _place(self, bucket: Bucket) -> str:
+        """What subjects of its keys begin with."""
+        known = self._layout.node_subject(bucket) or self._places.get(bucket)
+        if known is None:
+            found: _Info = await self._engine.ask(f"STREAM.INFO.{self._layout.bucket_stream(bucket)}", {}, _Info)
+            known = self._places[bucket] = found.config.subjects[0].removesuffix(">")
+        return known
 
 
 class _Lost(Exception):
@@ -132,11 +151,11 @@ class _Lost(Exception):
 class _Watch:
     """A consumer of our own making: every gap and every silence is noticed, and ends it."""
 
-    def __init__(self, engine: Engine, bucket: Bucket, prefix: str) -> None:
+    def __init__(self, engine: Engine, bucket: Bucket, place: str, prefix: str) -> None:
         self._engine = engine
         self._bucket = bucket
         self._prefix = prefix
-        self._start = len(engine.layout.key_subject(bucket, ""))
+        self._place = place
         self._queue: asyncio.Queue[Msg | None] = asyncio.Queue(REGISTRY_WATCH_CHANGES_MAX)  # None: the end
         self._overrun = False
         self._delivered = 0
@@ -149,7 +168,7 @@ class _Watch:
         layout = self._engine.layout
         inbox = self._engine.client.new_inbox()
         self._subscription = await self._engine.listen(inbox, self._heard)
-        subject = layout.key_subject(self._bucket, self._prefix or ">")
+        subject = self._place + (self._prefix or ">")
         stream = layout.bucket_stream(self._bucket)
         config = {
             "name": self._name,
@@ -202,7 +221,7 @@ class _Watch:
             self._delivered += 1
             if sequence.consumer != self._delivered:
                 raise _Lost(f"message {sequence.consumer} came where {self._delivered} was due")
-            key = message.subject[self._start :]
+            key = message.subject[len(self._place) :]
             if not is_below(key, self._prefix):
                 continue
             marked = message.headers is not None and _is_marker_of(message.headers)

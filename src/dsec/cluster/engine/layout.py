@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ _MARKER_S: Final = 60  # a deletion is told of for so long; watchers that are aw
 _AUDIT_PART: Final = 8  # of what a stream of events may have
 _AUDIT_BYTES_MIN: Final = 16 * MIB
 _DUPLICATES_S: Final = 60  # above the time for which a write is tried again
+_NODES_OWN: Final = (Bucket.NODES, Bucket.MEMBERS)  # with keys that nodes write
 _PREFIXES: Final = {LogStream.EVENTS: "ev", LogStream.AUDIT: "audit", LogStream.TRAJECTORIES: "t"}
 
 
@@ -45,8 +47,10 @@ class Layout:
     def bucket(self, bucket: Bucket) -> str:
         return f"dsec-{self.unit}-{bucket}"
 
-    def key_subject(self, bucket: Bucket, key: str) -> str:
-        return f"$KV.{self.bucket(bucket)}.{key}"
+    def node_subject(self, bucket: Bucket, key: str = "") -> str | None:
+        """Of a key of a bucket that nodes write to. None: of others only who may ask the engine knows the subjects. It
+        sends acknowledgements to whatever subject the asker names, so a node that knew them could write there, too."""
+        return f"$KV.{self.bucket(bucket)}.{key}" if bucket in _NODES_OWN else None
 
     def log_stream(self, stream: LogStream) -> str:
         return f"dsec-{self.unit}-{stream}"
@@ -74,19 +78,21 @@ class Layout:
     def _bucket_config(self, bucket: Bucket, replicas: int) -> dict[str, Any]:
         return {
             "name": self.bucket_stream(bucket),
-            "subjects": [f"$KV.{self.bucket(bucket)}.>"],
+            "subjects": [f"{self.node_subject(bucket) or f'$KV.{self.bucket(bucket)}.{secrets.token_hex(8)}.'}>"],
             "storage": "file",
             "num_replicas": replicas,
             "retention": "limits",
             "discard": "new",
             "max_msgs_per_subject": 1,
             "max_msg_size": REGISTRY_VALUE_BYTES_MAX + 4_096,  # headers count
-            "allow_rollup_hdrs": True,
             "deny_delete": True,
             "allow_direct": True,
             "allow_msg_ttl": True,
-            "subject_delete_marker_ttl": _MARKER_S * _NS,
             "duplicate_window": _DUPLICATES_S * _NS,
+            # Markers need roll-ups, and by one of those a node could remove what there is of all others. Members have
+            # no time to live; cards, which nodes write again and again, do.
+            "allow_rollup_hdrs": bucket != Bucket.MEMBERS,
+            "subject_delete_marker_ttl": 0 if bucket == Bucket.MEMBERS else _MARKER_S * _NS,
         }
 
     def _log_config(self, stream: LogStream, replicas: int, bytes_max: int) -> dict[str, Any]:
@@ -113,13 +119,10 @@ class Layout:
 
     def node_rights(self, node: NodeId) -> Rights:
         """A node writes what is its own, and reads who is a member. It watches, purges and makes nothing."""
-        own = [
-            *(self.key_subject(bucket, node) for bucket in (Bucket.NODES, Bucket.MEMBERS)),
-            self.key_subject(Bucket.SANDBOXES, f"{node}.>"),
-        ]
+        own = [f"{self.node_subject(bucket)}{node}" for bucket in _NODES_OWN]
         # No consumers and no direct reads: the engine would send what they find to whatever subject the node names, and
         # by that a node could put its own words into the mouths of others.
-        api = [f"$JS.API.STREAM.MSG.GET.{self.bucket_stream(bucket)}" for bucket in (Bucket.NODES, Bucket.MEMBERS)]
+        api = [f"$JS.API.STREAM.MSG.GET.{self.bucket_stream(bucket)}" for bucket in _NODES_OWN]
         return Rights(
             publish=(
                 self.heartbeat(node),

@@ -12,6 +12,7 @@ from dsec.core.errors import PlatformError
 
 class _Config(msgspec.Struct, frozen=True):
     num_replicas: int = 1
+    subjects: tuple[str, ...] = ()
 
 
 class _Info(msgspec.Struct, frozen=True):
@@ -34,4 +35,5 @@ async def _make(engine: Engine, config: dict[str, Any]) -> None:
             raise
         # It is there with other settings: those of now hold, but for where it lies.
         found: _Info = await engine.ask(f"STREAM.INFO.{name}", {}, _Info)
-        await engine.ask(f"STREAM.UPDATE.{name}", {**config, "num_replicas": found.config.num_replicas}, dict)
+        kept = {"num_replicas": found.config.num_replicas, "subjects": found.config.subjects}
+        await engine.ask(f"STREAM.UPDATE.{name}", {**config, **kept}, dict)

@@ -125,7 +125,7 @@ class Watcher:
         retired = view.ruling.wanted == Wanted.RETIRE
         cause = EndCause.NODE_RETIRED if retired else EndCause.NODE_LOST
         try:
-            count = await bury(self._registry, self._events, view, cause, self._clock.wall_s())
+            count = await bury(self._registry, self._events, view, cause, self._clock.wall_s(), word=self._name)
             await note_buried(self._registry, member)
         except* DsecError as errors:
             log.warning("sandboxes of a node cannot be buried yet", node=view.id, error=str(errors.exceptions[0]))
@@ -149,9 +149,8 @@ class Watcher:
 
     async def _say(self, node: NodeId, kind: EventKind, at: float, id: str) -> None:
         event = Event(kind=str(kind), at=at, node=node)
-        await self._events.append(
-            LogStream.EVENTS, verdict_subject(node), pack(Events((event,))), id=f"{kind}-{node}-{id}"
-        )
+        id = f"{self._name}-{kind}-{node}-{id}"
+        await self._events.append(LogStream.EVENTS, verdict_subject(node), pack(Events((event,))), id=id)
 
     async def _tell_changes(self) -> None:
         """What operators see of nodes, from when this watcher acts. Said twice is said once for a minute, at least."""
