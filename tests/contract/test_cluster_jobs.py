@@ -291,6 +291,26 @@ async def test_an_order_tells_of_every_sandbox_and_of_nodes_that_do_not_answer(s
         assert told.code == "unavailable"
 
 
+async def test_a_node_that_never_comes_to_an_end_or_speaks_for_another_is_given_up(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec.cluster.jobs.orders.JOB_PARTS_MAX", 20)
+    async with fakes(tmp_path) as nodes, watching(state, nodes) as watcher:
+        endless, liar = nodes.nodes()
+
+        async def call(node: NodeId, method: Method, body: bytes, **_: object) -> bytes:
+            after = msgspec.msgpack.decode(body, type=JobOrder).after
+            return pack(JobPart(node=endless, next=f"{after}a" if node == endless else None))
+
+        monkeypatch.setattr(nodes, "call", call)
+        row = await watcher.jobs.create(LEASE, project="/team", principal="p")
+        async with contextlib.aclosing(watcher.orders.give(row, JobOrderKind.PAUSE)) as given:
+            parts = [part async for part in given]
+
+        assert {part.node for part in parts if part.error is not None} == {endless, liar}
+        assert len(parts) == 22
+
+
 async def test_what_a_replica_leaves_undone_is_done_when_the_node_is_back(state: State, tmp_path: Path) -> None:
     async with fakes(tmp_path) as nodes, watching(state, nodes) as watcher:
         here, away = nodes.nodes()

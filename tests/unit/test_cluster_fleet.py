@@ -30,6 +30,7 @@ from dsec.core.errors import (
     LaunchError,
     NodeRetiredError,
     Outcome,
+    PlatformError,
     ProtocolError,
     UnavailableError,
     UnsupportedError,
@@ -495,6 +496,12 @@ async def test_a_node_that_tells_of_what_is_not_its_own_is_not_believed(cluster:
         query = ListQuery(cursor=encode_cursor(Place(0.0, own.id)) if page.next else None)
         found = await cluster.one.listing(query, caller=CALLER, timeout_s=60)
         assert found.missing == [liar.id]
+
+    async def fail(*_: object) -> bytes:
+        raise PlatformError("whatever it says")
+
+    liar.call = fail  # type: ignore[method-assign]
+    assert (await cluster.one.listing(ListQuery(), caller=CALLER, timeout_s=60)).missing == [liar.id]
 
     async def give(*_: object) -> bytes:
         return pack(own)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dsec.cluster.directory import Address
@@ -262,6 +263,18 @@ async def test_a_lost_node_is_unavailable_and_is_told_when_it_comes_back(
     kinds = [event.kind for record in told for event in events_of(record)]
     assert kinds.count("node_lost") == 1
     assert kinds.index("node_suspect") < kinds.index("node_lost")
+
+
+async def test_a_member_that_says_that_it_is_another_brings_no_verdict_over_that_one(cluster: Cluster) -> None:
+    other = NodeId("bbbbbbbb")
+    await cluster.member(other).join()
+    forged = Member(node=other, installation="i", term=1_000, joined_at=0.0)
+    await cluster.state.registry.put(Bucket.MEMBERS, NODE, pack(forged))
+    await cluster.state.registry.put(Bucket.MEMBERS, "cccccccc", pack(msgspec.structs.replace(forged, node="cccccccc")))
+    await until(lambda: cluster.nodes.find(NodeId("cccccccc")) is not None)
+
+    view = cluster.nodes.find(NODE)
+    assert view is None or view.member is None
 
 
 async def test_a_verdict_does_not_hit_a_node_that_has_joined_again(cluster: Cluster) -> None:

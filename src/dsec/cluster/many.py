@@ -199,6 +199,8 @@ class ManyNodes:
     async def listing(self, query: ListQuery, *, caller: Caller, timeout_s: float) -> SandboxPage:
         """Nodes that do not answer are named in `missing`: what they hold is not in the page."""
         now = self._clock.monotonic_s()
+        if query.cursor is not None:
+            decode_cursor(query.cursor)
         asked, missing = [], []
         for view in self._nodes:
             if view.member is None:
@@ -214,7 +216,7 @@ class ManyNodes:
             async with turn:
                 try:
                     pages.append(await self._list_one(node, query, caller, min(timeout_s, _LIST_S)))
-                except (UnavailableError, DeadlineError, NodeRetiredError, ProtocolError) as error:
+                except DsecError as error:  # whatever it says: the others' are told
                     log.info("a node does not list", node=node, error=str(error))
                     missing.append(str(node))
 

@@ -267,6 +267,7 @@ JOB_GRACE_S_DEFAULT: Final = 300.0  # for a client that is started again before 
 JOB_GRACE_S_MAX: Final = 30 * 86_400.0  # thirty days; a longer grace is no lease
 JOB_KEPT_S: Final = 86_400.0  # a day; how long a job that was stopped can be asked for, as tombstones
 JOB_SLICE_ITEMS_MAX: Final = 256  # sandboxes that a node acts on for one call; then it is called again
+JOB_PARTS_MAX: Final = 1_000  # answers of one node to one order: far above what it can have, in slices that end early
 JOB_SLICE_S: Final = 20.0  # after so long a node begins with no further one for the same call
 JOB_ITEM_S: Final = 60.0  # for one sandbox; one that takes longer is told as such, and looked at again
 JOB_ITEMS_AT_ONCE_MAX: Final = 16  # of one order on one node; pausing and removing take its processors and its disk

@@ -12,7 +12,7 @@ from dsec.cluster.fleet import Fleet
 from dsec.cluster.rpc import Rpc
 from dsec.core.errors import DsecError, UnavailableError, UnsupportedError
 from dsec.core.ids import NodeId
-from dsec.core.limits import JOB_ITEM_S, JOB_NODES_AT_ONCE_MAX, JOB_SLICE_S
+from dsec.core.limits import JOB_ITEM_S, JOB_NODES_AT_ONCE_MAX, JOB_PARTS_MAX, JOB_SLICE_S
 from dsec.wire.codec import pack, unpack
 from dsec.wire.errors import body_of
 from dsec.wire.jobs import JobCounts, JobOrder, JobOrderKind, JobPart, JobQuery, JobRow, JobState
@@ -112,11 +112,14 @@ class Orders:
         going: Callable[[], bool],
     ) -> None:
         after: str | None = ""
+        count = 0
         try:
             while after is not None and going():
                 part = await self._slice(node, row, kind, after)
-                if part.next is not None and part.next <= after:
-                    raise UnavailableError(f"node {node} goes back in what it tells")
+                if part.node != node or (part.next is not None and part.next <= after):
+                    raise UnavailableError(f"node {node} tells of another, or goes back in what it tells")
+                if (count := count + 1) > JOB_PARTS_MAX:
+                    raise UnavailableError(f"node {node} tells of more sandboxes than there can be")
                 after = part.next
                 await parts.put(part)
         except DsecError as error:

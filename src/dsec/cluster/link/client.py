@@ -156,7 +156,7 @@ class RemoteRpc:
             link.connection.abort("it was not welcomed")
             if isinstance(error, TimeoutError):
                 raise _unreachable(node, address, f"it did not answer within {LINK_CONNECT_S:g} s") from error
-            if isinstance(error, OSError):  # of TLS, too
+            if isinstance(error, (OSError, ValueError, OverflowError)):  # of TLS, too, or its card names no address
                 raise _unreachable(node, address, getattr(error, "strerror", None) or str(error)) from error
             raise
         log.info("connected to a node", node=node, address=f"{address.host}:{address.port}")

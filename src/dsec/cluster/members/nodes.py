@@ -188,6 +188,9 @@ class Nodes:
             view.ruling = _read(value, Ruling) or Ruling()
         else:
             member = _read(value, Member)
+            if member is not None and member.node != node:
+                log.warning("a node says that it is another", node=node)
+                member = None
             if view.card is None and member != view.member:
                 view.away_since = self._clock.monotonic_s()  # it joins: its card comes
             view.member = member
