@@ -262,6 +262,11 @@ async def test_a_deep_pause_that_fails_at_any_step_is_a_pause_and_a_wakening_tha
             with Faults(1, prefix=point) as faults, pytest.raises(LaunchError):
                 await instance.wake(())
             assert (faults.hit is not None, instance.asleep, instance.pid) == (True, True, 0), point
+    async with no_leaks_async(watched):
+        await instance.wake(())
+        await instance.sleep_on()  # the journal could not be written
+        assert (instance.asleep, instance.pid) == (True, 0)
+        await made._place.clear(instance.facts)
     again = await made.adopt(instance.id, instance.record)  # as the next process of the node does
     await again.wake(())
     await again.resume()

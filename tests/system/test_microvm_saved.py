@@ -19,7 +19,7 @@ from dsec.testing.waiting import eventually
 from tests.system.container_place import Place, private_place, served
 from tests.system.test_microvms import COUNT, create
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 async def test_kill_9_of_the_node_wakes_nobody_and_a_reboot_ends_nobody_who_sleeps(small_store: Path) -> None:

@@ -107,3 +107,7 @@ class Sleeps(Protocol):
         """It is paused again, and its record says that. `layers`: its own. Raises LaunchError, StorageError,
         UnsupportedError: then it sleeps on."""
         ...
+
+    async def sleep_on(self) -> None:
+        """After `wake`: it sleeps as before it, and so says its record. Raises HostError."""
+        ...

@@ -88,7 +88,11 @@ class Pausing:
             await instance.wake(layers)
         finally:
             hold.release()  # the sandbox has its own
-        await sandbox.move(SandboxState.RESUMING, record=sandbox.instance.record, asleep=False)
+        try:
+            await sandbox.move(SandboxState.RESUMING, record=sandbox.instance.record, asleep=False)
+        except BaseException:
+            await instance.sleep_on()  # as the journal has it
+            raise
 
     async def resume(self) -> None:
         sandbox = self._sandbox

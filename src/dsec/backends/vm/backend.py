@@ -29,6 +29,7 @@ from dsec.backends.vm.templates import Templates
 from dsec.core.errors import DsecError, LaunchError, StorageError, UnsupportedError
 from dsec.core.ids import NodeId, SandboxId
 from dsec.density.cgroups import CgroupPlan
+from dsec.storage.space import require_free
 
 
 class Wanted(Protocol):
@@ -204,13 +205,14 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
     async def capture(
         self, record: R, monitor: Callable[[], Awaitable[Monitor]], *, whole: bool = True
     ) -> MachineCapture:
-        """`whole`: its disk as well. Raises UnsupportedError, LimitError, StorageError."""
+        """`whole`: its disk as well. Raises UnsupportedError, LimitError, CapacityError, StorageError."""
         if not record.shape:
             raise UnsupportedError("it was made by an earlier version, which had no snapshots", hint="make a new one")
         facts = await self._open()
         manifest = SavedManifest(sandbox=record.sandbox, needs=self._needs(facts), shape=record.shape, more=record.more)
 
         def begin() -> MachineCapture:
+            require_free(self.saved.directory.parent, self._size(record).memory_bytes)
             origin, overlays = self._templates.directory / record.template, 0
             if record.saved:
                 known = self.saved.get(record.saved, self._needs(facts), whole=False)

@@ -233,6 +233,16 @@ class MachineInstance(Generic[R]):
 
     async def sleep(self) -> None:
         fault_point("vm.sleep")
+        await self._end_monitor()
+        await self._let_go_of_saved()
+
+    async def sleep_on(self) -> None:
+        self._record = replace(self._record, asleep=self._slept or self._record.asleep)
+        self._slept = ""
+        await self._end_monitor()
+
+    async def _end_monitor(self) -> None:
+        await self._keep_memory()
         process, self._process = self._process, None  # its end is no news
         self._memory = None
         self._machine.close()
@@ -243,7 +253,6 @@ class MachineInstance(Generic[R]):
                 self._process = process
                 raise
         self._record = replace(self._record, pid=0, start_ticks=0)
-        await self._let_go_of_saved()
 
     async def wake(self, layers: tuple[Layer, ...]) -> None:
         fault_point("vm.wake")

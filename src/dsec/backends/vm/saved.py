@@ -35,6 +35,7 @@ log = get_logger(__name__)
 OVERLAY: Final = "over-{}.qcow2"  # of a disk, above what it began as; 1 is the lowest
 _MANIFEST: Final = "manifest.json"
 _UNFINISHED: Final = "new-"
+_DIGESTS_MAX: Final = 1_000
 
 
 class SavedFile(msgspec.Struct, frozen=True):
@@ -73,6 +74,7 @@ class SavedMachines:
         self._checked: dict[str, tuple[tuple[str, int, int], ...]] = {}
         self._held: Counter[str] = Counter()
         self._turn = threading.Lock()
+        self._digests: dict[tuple[int, int, int, int], str] = {}  # last used last
 
     # ---- making ------------------------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ class SavedMachines:
         try:
             fault_point("vm.saved.finish")
             files = {
-                path.name: SavedFile(path.stat().st_size, digest_of(path))
+                path.name: SavedFile(path.stat().st_size, self._digest(path))
                 for path in sorted(work.iterdir())
                 if path.name != _MANIFEST
             }
@@ -105,6 +107,19 @@ class SavedMachines:
             self._checked.pop(id, None)
             raise StorageError(f"a machine cannot be kept: {error.strerror}", hint="is the disk full?") from error
         return saved
+
+    def _digest(self, path: Path) -> str:
+        """Of a file that has more names it was computed before, unless it has been written since."""
+        info = path.stat(follow_symlinks=False)
+        key = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+        with self._turn:
+            digest = self._digests.pop(key, None)
+        digest = digest or digest_of(path)
+        with self._turn:
+            self._digests[key] = digest
+            while len(self._digests) > _DIGESTS_MAX:
+                del self._digests[next(iter(self._digests))]
+        return digest
 
     def sync(self, id: str) -> None:
         """It survives a loss of power from here on. Raises StorageError."""
