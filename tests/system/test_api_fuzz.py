@@ -23,8 +23,8 @@ negative_data_rejection.expected-statuses = ["4xx"]
 not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 501]
 """
 EXEC = "exe_aaaaaaaaaaaaaaaa"
-# The first would end the sandbox that the others need; a tar stream cannot be made from a schema.
-EXCLUDED = ("destroy_sandbox", "write_archive")
+# The first would end the sandbox that the others need; a tar stream cannot be made from a schema; events have no end.
+EXCLUDED = ("destroy_sandbox", "write_archive", "read_events")
 
 
 @pytest.fixture
