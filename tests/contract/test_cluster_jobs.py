@@ -218,6 +218,21 @@ async def test_with_the_policy_stop_all_are_stopped_after_lease_and_grace(state:
             await watcher.jobs.beat("/team", "train")
 
 
+async def test_a_job_that_its_client_has_paused_and_left_is_stopped_if_that_is_the_policy(
+    state: State, tmp_path: Path
+) -> None:
+    async with fakes(tmp_path) as nodes, watching(state, nodes) as watcher:
+        jobs = watcher.jobs
+        for name, policy in (("stops", OnMissed.STOP), ("stays", OnMissed.PAUSE)):
+            terms = msgspec.structs.replace(LEASE, name=name, on_missed=policy)
+            await jobs.create(terms, project="/team", principal="p")
+            await jobs.settle(await jobs.move("/team", name, JobState.PAUSED))
+
+        await watcher.after(361.0)
+
+        assert [(await jobs.get("/team", name)).state for name in ("stops", "stays")] == ["stopped", "paused"]
+
+
 async def test_no_time_counts_while_verdicts_are_frozen(state: State, tmp_path: Path) -> None:
     async with fakes(tmp_path) as nodes, watching(state, nodes) as watcher:
         await watcher.jobs.create(LEASE, project="/team", principal="p")
@@ -401,6 +416,8 @@ async def test_a_job_is_made_once_and_its_name_is_free_when_it_was_stopped(state
         await jobs.settle(row)
         again = await jobs.create(LEASE, project="/team", principal="p")
         assert again.id != first.id
+        with pytest.raises(NotFoundError):
+            await jobs.move("/team", "train", JobState.STOPPED, id=first.id)  # who stopped the first comes late
         assert {(one.project, one.name) for one in jobs.list(lambda _: True)} == {
             ("/team", "train"),
             ("/team/below", "train"),

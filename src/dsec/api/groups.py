@@ -23,7 +23,7 @@ from dsec.core.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from dsec.core.ids import NodeId
+from dsec.core.ids import NodeId, SandboxId, node_of
 from dsec.core.spec import Place, SandboxSpec
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack
@@ -73,15 +73,18 @@ async def stop_group(request: Request, row: JobRow) -> dict[str, str]:
     """What is not gone yet, and why. Without anything the name is free again."""
     jobs, orders = request.services.jobs, request.services.orders
     failed: dict[str, str] = {}
+    # Of a group that was whole it is known where it is: another node that is away has nothing of it.
+    members = {} if row.group is None else row.group.members
+    places = {node_of(SandboxId(id)) for id in members.values()}
     try:
-        row = await jobs.move(row.project, row.name, JobState.STOPPED)
+        row = await jobs.move(row.project, row.name, JobState.STOPPED, id=row.id)
         async with contextlib.aclosing(orders.give(row, JobOrderKind.STOP)) as parts:
             async for part in parts:
-                if part.error is not None:
+                if part.error is not None and (not places or part.node in places):
                     failed[part.node] = part.error.message
                 failed |= {item.sandbox: item.error.message for item in part.items if item.error is not None}
         if not failed and await jobs.settle(row):
-            await jobs.remove(row.project, row.name)
+            await jobs.remove(row.project, row.name, id=row.id)
     except DsecError as error:
         log.warning("a group could not be stopped whole; it is gone on with", group=row.name, error=error.message)
         failed.setdefault(row.name, error.message)

@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from dsec.core import limits
@@ -155,7 +156,9 @@ class _Listening:
             except BaseException:
                 self._room.release()
                 raise
-            group.create_task(self._relay(link, connection))
+            relay = group.create_task(self._relay(link, connection))
+            # Also of one that is cancelled before it has begun.
+            relay.add_done_callback(partial(_closed, connection))
 
     async def _relay(self, link: Link, connection: socket.socket) -> None:
         try:
@@ -175,6 +178,10 @@ class _Listening:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
         finally:
             self._room.release()
+
+
+def _closed(connection: socket.socket, _: asyncio.Task[None]) -> None:
+    connection.close()
 
 
 async def _pump(connection: socket.socket, inside: Duplex) -> None:

@@ -86,7 +86,9 @@ class JobKeeper:
 
     def _is_missed(self, seen: Seen, now: float) -> bool:
         row = seen.row
-        if row.state is not JobState.RUNNING or row.lease_s is None:
+        # One that its client has paused stays so, unless it is to be stopped without a client.
+        watched = row.state is JobState.RUNNING or (row.state is JobState.PAUSED and row.on_missed is OnMissed.STOP)
+        if not watched or row.lease_s is None:
             return False
         due = max(seen.beat_at, self._counts_from) + row.lease_s
         if row.extensions:

@@ -160,9 +160,15 @@ class Jobs:
 
         return await self.change(row.project, row.name, whole)
 
-    async def move(self, project: str, name: str, state: JobState, because: Because = Because.ASKED) -> JobRow:
-        """Raises ConflictError for a job that is stopped, unless it is to be."""
-        return await self.change(project, name, lambda row: self._moved(row, state, because))
+    async def move(self, project: str, name: str, state: JobState, *, id: str | None = None) -> JobRow:
+        """`id`: of this job, and of no later one of the name. Raises ConflictError for a job that is stopped, unless it
+        is to be; NotFoundError."""
+
+        def moved(row: JobRow) -> JobRow:
+            _check_id(row, id)
+            return self._moved(row, state, Because.ASKED)
+
+        return await self.change(project, name, moved)
 
     async def missed(self, row: JobRow, state: JobState) -> bool:
         """The lease of `row` is over: by one watcher only, and only if nothing was heard of it meanwhile."""
@@ -182,10 +188,11 @@ class Jobs:
             return False
         return (now.id, now.order) == (row.id, row.order)
 
-    async def remove(self, project: str, name: str) -> None:
+    async def remove(self, project: str, name: str, *, id: str | None = None) -> None:
         """Raises NotFoundError; ConflictError for one that is not stopped on all nodes."""
         for _ in range(_ROUNDS):
             row, revision = await self._find(project, name)
+            _check_id(row, id)
             if row.state is not JobState.STOPPED or not row.settled:
                 raise ConflictError(
                     f"job {name} is {row.state if row.settled else 'being stopped'}",
@@ -286,6 +293,11 @@ class Jobs:
             old.extended_at if old.row.extensions == row.extensions else now,
             old.changed_at if old.row.order == row.order else now,
         )
+
+
+def _check_id(row: JobRow, id: str | None) -> None:
+    if id is not None and row.id != id:
+        raise NotFoundError(f"job {row.name} is another one by now")
 
 
 def _beaten(row: JobRow, now: float) -> JobRow:
