@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 _KIB: Final = 1024
 _STACK_BYTES: Final = 16 * _KIB  # of each thread in the kernel, on x86-64
+_ROOT_BYTES: Final = 4 * _KIB  # of page tables: what they hang from is not counted with them
+TABLES: Final = "slab, tables of memory cgroups"
+# So many file systems have their places in 1 KiB of a memory cgroup's table: `shrinker_info_unit` of the kernel.
+_FILE_SYSTEMS_PER_KIB: Final = 64
+_MEMORY: Final = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
+_TRIED: Final = 64  # empty memory cgroups that are made to see what one takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +60,67 @@ def memory_of(fleet: Fleet) -> Memory:
         machine=info["MemTotal"] - info["MemFree"] - info["Buffers"] - info["Cached"] + info["Shmem"],
         parts={
             "agents": sum(map(private_bytes, agents)),
-            "agents' page tables": sum(map(_page_table_bytes, agents)),
+            "agents' page tables": sum(_page_table_bytes(pid) + _ROOT_BYTES for pid in agents),
             "agents' kernel stacks": _STACK_BYTES * sum(len(list(_tasks(pid))) for pid in agents),
             "files in memory": sum(map(_memory_file_bytes, agents)),
             # Nearly all of it the table that each memory cgroup has of all file systems: kept apart because it does not
             # shrink before a reboot, so that it says how many sandboxes there have ever been at once.
-            "slab, tables of memory cgroups": tables,
+            TABLES: tables,
             "slab": info["SUnreclaim"] - tables,
             "slab, reclaimable": info["SReclaimable"],
             "for each processor": info["Percpu"],
+            # Nearly all of it the agents' filters.
+            "mapped by the kernel": info["VmallocUsed"] - info["KernelStack"],
             "service": private_bytes(fleet.service),
             "launcher": private_bytes(fleet.launcher),
         },
     )
+
+
+def table_kib() -> float | None:
+    """Of a memory cgroup in which there is nothing: the table of all file systems that there are, or ever were at once.
+
+    None where memory is not counted by cgroups of which one can be made.
+    """
+    found = [root for root in _MEMORY if (root / "cgroup.procs").exists() and _counts_memory(root)]
+    if not found:
+        return None
+    before = _slab_cache_bytes("kmalloc-1k", used=True)
+    with _empty_cgroups(found[0], _TRIED):
+        after = _slab_cache_bytes("kmalloc-1k", used=True)
+    return round((after - before) / _TRIED / _KIB, 1)
+
+
+def table_kib_of(count: int) -> float:
+    """What that table takes for so many file systems, on a machine that never had more."""
+    return round(count / _FILE_SYSTEMS_PER_KIB, 1)
+
+
+def file_systems(pids: Iterable[int]) -> int:
+    """Different ones that all of these processes together see mounted."""
+    return len({device for pid in pids for device in _devices(pid)})
+
+
+def _devices(pid: int) -> set[str]:
+    return {line.split()[2] for line in _text(Path(f"/proc/{pid}/mountinfo")).splitlines()}
+
+
+def _counts_memory(root: Path) -> bool:
+    return root.name == "memory" or "memory" in _text(root / "cgroup.subtree_control").split()
+
+
+@contextmanager
+def _empty_cgroups(root: Path, count: int) -> Iterator[None]:
+    made: list[Path] = []
+    try:
+        for number in range(count):
+            directory = root / f"dsec-bench-{os.getpid()}-{number}"
+            directory.mkdir()
+            made.append(directory)
+        yield
+    finally:
+        for directory in made:
+            directory.rmdir()
 
 
 def private_bytes(pid: int) -> int:
@@ -149,10 +204,13 @@ def slab_bytes() -> int:
     return dict(_meminfo())["Slab"]
 
 
-def _slab_cache_bytes(name: str) -> int:
+def _slab_cache_bytes(name: str, *, used: bool = False) -> int:
+    """`used`: of what is taken, without what is free in the same pages."""
     for line in _text(Path("/proc/slabinfo")).splitlines():
         fields = line.split()
         if fields and fields[0] == name:
+            if used:
+                return int(fields[1]) * int(fields[3])
             return int(fields[14]) * int(fields[5]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 

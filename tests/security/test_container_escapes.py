@@ -157,6 +157,19 @@ async def test_an_attempt_from_inside_a_claimed_spare_is_refused(host_facts: dic
     assert {name: one for name, one in verdicts.items() if one["verdict"] != "blocked"} == {}
 
 
+async def test_an_attempt_from_inside_a_sandbox_that_began_light_is_refused(
+    host_facts: dict[str, Any], small_store: Path
+) -> None:
+    """All of them at once: its agent had rights over the sandbox's namespaces until the first command."""
+    with private_place(small_store, settings={"container": {"light_from": 0}}) as place:
+        async with served(place) as (service, client):
+            facts = {**host_facts, "cgroup_parent": place.name, "directory": str(place.directory)}
+            verdicts = await Attacked(place, service, client, facts).attack()
+
+    assert verdicts.keys() == set(container_probes.PROBES)
+    assert {name: one for name, one in verdicts.items() if one["verdict"] != "blocked"} == {}
+
+
 @pytest.mark.parametrize("name", container_probes.PROBES)
 async def test_an_attempt_from_inside_is_refused(attacked: Attacked, name: str) -> None:
     verdict = attacked.verdicts[name]

@@ -132,7 +132,7 @@ async def test_3200_sandboxes_live_and_answer(place: Place, client: AsyncClient)
     density.show(found)
 
     assert found["answered"] == 3_200
-    assert found["memory_kib_each"]["sum"] <= density.KIB_EACH_MAX
+    assert found["memory_kib_each_fresh"]["idle"] <= density.KIB_EACH_MAX
     assert found["create_cpu_ratio"] <= 1.5
     assert found["idle"]["all_milli_cpu"] <= 100
 

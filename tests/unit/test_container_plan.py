@@ -9,7 +9,7 @@ import pytest
 
 from dsec.backends.base import InstanceSpec, Layer
 from dsec.backends.container.config import ContainerConfig
-from dsec.backends.container.plan import HostFacts, plan_launch
+from dsec.backends.container.plan import FILTERS, HostFacts, lighten, plan_launch
 from dsec.backends.container.record import parse_record, record_of
 from dsec.core.errors import InvalidArgumentError, StorageError, UnsupportedError
 from dsec.core.ids import NodeId, SandboxId
@@ -109,3 +109,32 @@ def test_terminal_injection_is_not_among_the_allowed_requests() -> None:
     assert 0x5412 not in allowed  # TIOCSTI
     assert 0x541C not in allowed  # TIOCLINUX
     assert 0x5413 in allowed  # TIOCGWINSZ
+
+
+def test_a_light_plan_differs_by_that_and_by_the_filter_of_the_agent() -> None:
+    plan = plan_launch(instance(), CONFIG, FACTS, id_base=0)
+    light = lighten(plan)
+
+    assert light.light
+    assert light.filter_agent != plan.filter_agent
+    assert light.filter_agent in FILTERS
+    assert msgspec.structs.replace(light, light=False, filter_agent=plan.filter_agent) == plan
+
+
+@pytest.mark.parametrize("changes", [{"spare": True}, {"no_new_privs": False}])
+def test_neither_spares_nor_those_that_may_gain_privileges_are_light(changes: dict[str, bool]) -> None:
+    plan = msgspec.structs.replace(plan_launch(instance(), CONFIG, FACTS, id_base=0), **changes)
+
+    assert lighten(plan) == plan
+
+
+def test_the_agent_of_a_light_sandbox_may_mount_with_two_sets_of_flags_only() -> None:
+    rules = [rule for rule in syscalls.LIGHT_AGENT.allow if rule.syscall == "mount"]
+    denied = [rule for rule in syscalls.LIGHT_AGENT.deny if rule.syscall == "mount"]
+
+    assert [[(when.index, when.equals, when.wide) for when in rule.when] for rule in rules] == [
+        [(3, 0b1010, True)],
+        [(3, 0b1110, True)],
+    ]
+    assert [all(when.negate and when.wide for when in rule.when) for rule in denied] == [True]
+    assert "mount" in {rule.syscall for rule in syscalls.EXEC.deny if not rule.when}

@@ -21,6 +21,7 @@ use crate::link::{Link, Opening, Pending};
 use crate::processes::ProcessTable;
 use crate::refusal::{AgentError, Refusal};
 use crate::session::Sessions;
+use crate::settle::LeftOut;
 use crate::setup::{note, Entrance, Own, Setup};
 use crate::share::Score;
 use crate::streams::{Body, Stream};
@@ -45,6 +46,8 @@ pub struct Agent {
     pub config: AgentConfig,
     pub own: Own,
     pub score: Score,
+    /// Of a light sandbox in which nothing has been done yet.
+    pub left_out: Option<LeftOut>,
     pub work: Option<WorkCgroup>,
     pub boot_id: String,
     pub timers: Timers,
@@ -98,6 +101,7 @@ impl Agent {
             config: setup.config,
             own: setup.own,
             score: setup.score,
+            left_out: setup.left_out,
             work: setup.work,
             timers: Timers::new(),
             scratch: vec![0; SCRATCH_BYTES],

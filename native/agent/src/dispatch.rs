@@ -113,6 +113,9 @@ impl Agent {
         if self.config.spare && !matches!(op, "claim" | "clock" | "reseed" | "usage" | "shutdown") {
             return Err(Refusal::invalid("this agent serves no sandbox yet"));
         }
+        if !takes_nothing_of_the_sandbox(op) {
+            self.settle()?;
+        }
         match op {
             "exec" => self.op_exec(stream, args),
             "attach" => self.op_attach(stream, args),
@@ -316,6 +319,24 @@ impl Agent {
         self.let_work_go_on();
         reply(&Empty {})
     }
+}
+
+/// Operations for which a light sandbox stays light: they neither start anything inside nor look at it.
+fn takes_nothing_of_the_sandbox(op: &str) -> bool {
+    matches!(
+        op,
+        "ack"
+            | "exit_ack"
+            | "detach"
+            | "execs"
+            | "sessions"
+            | "usage"
+            | "clock"
+            | "reseed"
+            | "freeze_prepare"
+            | "claim"
+            | "shutdown"
+    )
 }
 
 fn none(args: &[u8]) -> Result<(), Refusal> {

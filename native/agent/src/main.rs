@@ -1,5 +1,9 @@
 //! `dsec-agent`: runs inside a sandbox and does what the node asks (docs/internals/protocol.md).
 
+// The standard library's own start reads /proc/self/maps and makes a second stack, to put a message to an overflow of the
+// first one: for an agent, which starts at each create, only work.
+#![cfg_attr(not(test), no_main)]
+
 mod acting;
 mod agent;
 mod cgroup;
@@ -13,6 +17,7 @@ mod machine;
 mod processes;
 mod refusal;
 mod session;
+mod settle;
 mod setup;
 mod share;
 mod streams;
@@ -21,18 +26,17 @@ mod token;
 mod users;
 mod watch;
 
-use std::process::ExitCode;
-
 use refusal::AgentError;
 
-fn main() -> ExitCode {
+#[cfg_attr(not(test), no_mangle)]
+pub extern "C" fn main() -> i32 {
     match run() {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => 0,
         Err(error) => {
             eprintln!("dsec-agent: {error}");
             match error {
-                AgentError::Usage => ExitCode::from(2),
-                _ => ExitCode::FAILURE,
+                AgentError::Usage => 2,
+                _ => 1,
             }
         }
     }

@@ -19,6 +19,7 @@ use dsec_sys::sockets::listen_vsock;
 
 use crate::cgroup::WorkCgroup;
 use crate::refusal::AgentError;
+use crate::settle::LeftOut;
 use crate::share::Score;
 
 const CONFIG_BYTES_MAX: u64 = 4 << 20;
@@ -29,6 +30,7 @@ pub struct Setup {
     pub config: AgentConfig,
     pub own: Own,
     pub score: Score,
+    pub left_out: Option<LeftOut>,
     /// Pid 1 of a sandbox: ends only by `shutdown`.
     pub is_init: bool,
 }
@@ -67,7 +69,8 @@ pub fn read_setup() -> Result<Setup, AgentError> {
     // First: of what is opened below, something may get this number. Without it commands stay as likely to be ended for
     // memory as we are.
     let score = is_init.then(|| inherited(6)).flatten().map(File::from);
-    let (entrance, (work, config)) = match arguments.as_slice() {
+    let settings = is_init.then(|| inherited(7)).flatten();
+    let (entrance, (work, mut config)) = match arguments.as_slice() {
         [flag, path] if flag == "--listen" => {
             (socket(listen(Path::new(path))?)?, (None, stand_alone()))
         }
@@ -92,12 +95,18 @@ pub fn read_setup() -> Result<Setup, AgentError> {
         identity::set_group_ids(None, None, Some(own.gid.wrapping_sub(1)))
             .map_err(AgentError::at("setting the saved group id"))?;
     }
+    let left_out = match (config.light.take(), settings) {
+        (Some(what), Some(settings)) => Some(LeftOut::new(what, settings)),
+        (Some(_), None) => return Err(AgentError::Missing("descriptor 7, the kernel's settings")),
+        (None, _) => None,
+    };
     Ok(Setup {
         entrance,
         work,
         config,
         own,
         score: Score::new(score),
+        left_out,
         is_init,
     })
 }

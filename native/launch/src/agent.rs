@@ -9,6 +9,7 @@ use dsec_sys::sealed::sealed_file;
 use sha2::{Digest, Sha256};
 
 use crate::error::{Doing, Error, Result};
+use crate::steps::light;
 use crate::wire::LaunchPlan;
 
 const NAME: &CStr = c"dsec-agent";
@@ -65,6 +66,7 @@ pub fn config(plan: &LaunchPlan, filter_exec: Vec<u8>) -> Result<Vec<u8>> {
         no_new_privs: plan.no_new_privs,
         nofile: plan.nofile,
         spare: plan.spare,
+        light: plan.light.then(|| light::left_out(plan)),
     };
     crate::wire::encode(&config)
 }

@@ -405,6 +405,7 @@ impl<'a> Daemon<'a> {
             agent_digest: &agent_digest,
             views: true,
             no_live_view: self.setting.views.lxcfs().missing(),
+            light: true,
         };
         self.succeed(origin, answer)
     }

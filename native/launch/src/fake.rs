@@ -15,7 +15,7 @@ use dsec_sys::namespaces::{Clone, Origin, Side};
 use dsec_sys::seccomp::Instruction;
 use serde_bytes::ByteBuf;
 
-use crate::steps::Job;
+use crate::steps::{Job, Lobby};
 use crate::system::{Access, Entry, MountOption, System};
 use crate::view::{Shown, Source};
 use crate::wire::{
@@ -77,6 +77,7 @@ pub fn plan() -> LaunchPlan {
         workdir: None,
         nofile: None,
         spare: false,
+        light: false,
         view: Some(ResourceView {
             cpus: 1,
             memory_bytes: 64 << 20,
@@ -145,6 +146,13 @@ impl Parts {
         }
     }
 
+    /// The same, of a light sandbox.
+    pub fn light() -> Parts {
+        let mut parts = Parts::new();
+        parts.plan.light = true;
+        parts
+    }
+
     pub fn job(&self, fail_step: Option<&str>) -> Job<'_> {
         Job {
             plan: &self.plan,
@@ -155,6 +163,10 @@ impl Parts {
             lowers: vec!["/layers/.skeleton/x".into(), "/layers/base".into()],
             filter_agent: Some(&self.filter),
             sysfs: "/layers/.sysfs/trees/1".into(),
+            lobby: Lobby {
+                network: self.file.as_fd(),
+                ipc: self.file.as_fd(),
+            },
             view: Shown {
                 sources: vec![Source {
                     path: "/layers/.views/meminfo".into(),
@@ -385,6 +397,9 @@ impl System for Fake {
     }
     fn enter_names(&self, _: BorrowedFd) -> io::Result<()> {
         self.note("enter_names".into())
+    }
+    fn enter(&self, _: BorrowedFd, kind: u64) -> io::Result<()> {
+        self.note(format!("enter {kind:#x}"))
     }
     fn unshare(&self, namespaces: u64) -> io::Result<()> {
         self.note(format!("unshare {namespaces:#x}"))

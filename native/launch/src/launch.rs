@@ -128,6 +128,17 @@ fn leave_host(system: &dyn System, job: &Job) -> Result<OwnedFd> {
     let own = system
         .open_namespace(Path::new(OWN_MOUNTS))
         .doing_to("open", Path::new(OWN_MOUNTS))?;
+    if job.plan.light {
+        // The new process, which is not to see the host's, makes its own later.
+        for (namespace, kind) in [
+            (job.lobby.network, dsec_sys::namespaces::NEW_NET),
+            (job.lobby.ipc, dsec_sys::namespaces::NEW_IPC),
+        ] {
+            system
+                .enter(namespace, kind)
+                .doing("enter", "the namespaces of light sandboxes")?;
+        }
+    }
     system
         .act_as(job.plan.id_base)
         .doing("act as", job.plan.id_base)?;
@@ -407,6 +418,24 @@ mod tests {
     }
 
     #[test]
+    fn a_light_sandbox_begins_in_namespaces_that_are_nobodys() {
+        let (parts, system) = (Parts::light(), Fake::new(None));
+
+        launch(&system, &parts.job(None)).unwrap();
+
+        let (network, ipc) = (
+            system.place("enter 0x40000000"),
+            system.place("enter 0x8000000"),
+        );
+        let clone = system
+            .log
+            .borrow()
+            .iter()
+            .position(|entry| entry == "clone");
+        assert!(Some(network.max(ipc)) < clone);
+    }
+
+    #[test]
     fn layers_by_name_are_in_sight_only_while_the_overlay_is_made() {
         let (parts, system) = (Parts::new(), Fake::new(None));
         let job = Job {
@@ -474,12 +503,12 @@ mod tests {
     #[test]
     fn a_launch_that_fails_at_any_call_leaves_nothing() {
         for layers_by_name in [false, true] {
-            fails_at_every_call(layers_by_name);
+            fails_at_every_call(Parts::new(), layers_by_name);
         }
+        fails_at_every_call(Parts::light(), false);
     }
 
-    fn fails_at_every_call(layers_by_name: bool) {
-        let parts = Parts::new();
+    fn fails_at_every_call(parts: Parts, layers_by_name: bool) {
         let mut number = 0;
         loop {
             let system = Fake::new(Some(number));

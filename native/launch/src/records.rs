@@ -78,6 +78,18 @@ impl Records {
         std::fs::write(&path, encode(record)?).doing_to("write", &path)
     }
 
+    pub fn read(&self, sandbox: &str) -> Result<Record> {
+        let path = self.directory.join(sandbox);
+        let bytes = std::fs::read(&path).doing_to("read", &path)?;
+        rmp_serde::from_slice(&bytes)
+            .map_err(|error| Error::Invalid(format!("{}: {error}", path.display())))
+    }
+
+    /// Of a sandbox with a record; 0 where that is not known.
+    pub fn oom_kills(&self, sandbox: &str) -> u64 {
+        self.read(sandbox).map_or(0, |record| record.oom_kills())
+    }
+
     pub fn remove(&self, sandbox: &str) -> Result<()> {
         let path = self.directory.join(sandbox);
         match std::fs::remove_file(&path) {

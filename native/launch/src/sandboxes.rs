@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use dsec_sys::namespaces::exit_status;
@@ -18,10 +19,14 @@ const STATUS_PATIENCE: Duration = Duration::from_secs(5);
 /// The status of an end that nobody saw.
 pub const STATUS_UNKNOWN: i32 = -1;
 
+/// What is asked about at times when thousands run. The rest is read from the record: every page of this daemon is shared with a
+/// worker, and costs at each launch.
 struct Sandbox {
-    record: Record,
-    /// Of an agent that an earlier daemon started: not our child, so it is watched instead of reaped.
-    adopted: Option<Adopted>,
+    pid: i32,
+    start_ticks: u64,
+    lowers: Rc<[String]>,
+    view: Option<ResourceView>,
+    view_server: Option<i32>,
     /// Kills for memory that were counted before its cgroup was about to go.
     oom_kills: u64,
 }
@@ -33,8 +38,13 @@ struct Adopted {
 
 pub struct Sandboxes {
     records: Records,
-    running: BTreeMap<String, Sandbox>,
-    by_pid: HashMap<i32, String>,
+    running: BTreeMap<Rc<str>, Sandbox>,
+    /// Lists of layers: most sandboxes have the same.
+    lowers: Vec<Rc<[String]>>,
+    /// Agents that an earlier daemon started: not our children, so they are watched instead of reaped. Apart from the others,
+    /// so that a daemon with none does not look through all that run at each turn.
+    adopted: BTreeMap<String, Adopted>,
+    by_pid: HashMap<i32, Rc<str>>,
     /// Children that ended before the worker that made them had reported.
     unclaimed: HashMap<i32, i32>,
 }
@@ -45,6 +55,8 @@ impl Sandboxes {
         let mut sandboxes = Sandboxes {
             records,
             running: BTreeMap::new(),
+            lowers: Vec::new(),
+            adopted: BTreeMap::new(),
             by_pid: HashMap::new(),
             unclaimed: HashMap::new(),
         };
@@ -52,21 +64,20 @@ impl Sandboxes {
         for record in sandboxes.records.read_all()? {
             match process::find(record.pid, record.start_ticks) {
                 Some(process) => {
-                    let adopted = Some(Adopted {
+                    let adopted = Adopted {
                         process,
                         ended_at: None,
-                    });
-                    sandboxes.running.insert(
-                        record.sandbox.clone(),
-                        Sandbox {
-                            record,
-                            adopted,
-                            oom_kills: 0,
-                        },
-                    );
+                    };
+                    sandboxes.adopted.insert(record.sandbox.clone(), adopted);
+                    sandboxes.note(&record);
                 }
                 None => {
-                    events.push(event(&record, STATUS_UNKNOWN, 0));
+                    events.push(event(
+                        &record.sandbox,
+                        record.pid,
+                        STATUS_UNKNOWN,
+                        record.oom_kills(),
+                    ));
                     sandboxes.records.remove(&record.sandbox)?;
                 }
             }
@@ -82,7 +93,7 @@ impl Sandboxes {
     pub fn process_of(&self, sandbox: &str) -> Option<(i32, u64)> {
         self.running
             .get(sandbox)
-            .map(|sandbox| (sandbox.record.pid, sandbox.record.start_ticks))
+            .map(|sandbox| (sandbox.pid, sandbox.start_ticks))
     }
 
     /// One for which `test` is true, given what it is to be shown and the lxcfs of what it is shown.
@@ -90,13 +101,10 @@ impl Sandboxes {
         &self,
         test: impl Fn(Option<&ResourceView>, Option<i32>) -> bool,
     ) -> Option<(String, ResourceView)> {
-        self.running
-            .values()
-            .map(|sandbox| &sandbox.record)
-            .find_map(|record| {
-                let found = test(record.view.as_ref(), record.view_server);
-                found.then_some((record.sandbox.clone(), record.view?))
-            })
+        self.running.iter().find_map(|(name, sandbox)| {
+            let found = test(sandbox.view.as_ref(), sandbox.view_server);
+            found.then_some((name.to_string(), sandbox.view?))
+        })
     }
 
     /// A running one is shown something else now.
@@ -107,36 +115,39 @@ impl Sandboxes {
         kind: ViewKind,
         server: Option<i32>,
     ) -> Result<()> {
-        let Some(sandbox) = self.running.get_mut(sandbox) else {
+        let Some(running) = self.running.get_mut(sandbox) else {
             return Ok(()); // it has ended meanwhile
         };
-        sandbox.record.view = Some(view);
-        sandbox.record.view_kind = kind;
-        sandbox.record.view_server = server;
-        self.records.write(&sandbox.record)
+        running.view = Some(view);
+        running.view_server = server;
+        let mut record = self.records.read(sandbox)?;
+        record.view = Some(view);
+        record.view_kind = kind;
+        record.view_server = server;
+        self.records.write(&record)
     }
 
     /// None of them runs any more, whether or not their ends have been told.
     pub fn all_have_ended(&self) -> bool {
-        let mut records = self.running.values().map(|sandbox| &sandbox.record);
-        !records.any(|record| process::runs(record.pid, record.start_ticks))
+        let mut running = self.running.values();
+        !running.any(|sandbox| process::runs(sandbox.pid, sandbox.start_ticks))
     }
 
     pub fn uses_layer(&self, digest: &str) -> bool {
         self.running
             .values()
-            .any(|sandbox| sandbox.record.lowers.iter().any(|lower| lower == digest))
+            .any(|sandbox| sandbox.lowers.iter().any(|lower| lower == digest))
     }
 
     /// At most `limit` of those whose names come after `after`, and whether there are more.
     pub fn list(&self, after: &str, limit: usize) -> (Vec<ListedSandbox>, bool) {
-        let listed = |sandbox: &Sandbox| ListedSandbox {
-            sandbox: sandbox.record.sandbox.clone(),
-            pid: sandbox.record.pid,
-            start_ticks: sandbox.record.start_ticks,
+        let listed = |(name, sandbox): (&Rc<str>, &Sandbox)| ListedSandbox {
+            sandbox: name.to_string(),
+            pid: sandbox.pid,
+            start_ticks: sandbox.start_ticks,
         };
         let beyond = (Bound::Excluded(after), Bound::Unbounded);
-        let mut left = self.running.range::<str, _>(beyond).map(|(_, one)| one);
+        let mut left = self.running.range::<str, _>(beyond);
         let page = left.by_ref().take(limit).map(listed).collect();
         (page, left.next().is_some())
     }
@@ -146,39 +157,60 @@ impl Sandboxes {
         if let Some(status) = self.unclaimed.remove(&record.pid) {
             // Unless the number was another's before.
             if process::find(record.pid, record.start_ticks).is_none() {
-                return Ok(Some(event(&record, status, 0)));
+                let kills = record.oom_kills();
+                return Ok(Some(event(&record.sandbox, record.pid, status, kills)));
             }
         }
         self.records.write(&record)?;
-        self.by_pid.insert(record.pid, record.sandbox.clone());
-        self.running.insert(
-            record.sandbox.clone(),
-            Sandbox {
-                record,
-                adopted: None,
-                oom_kills: 0,
-            },
-        );
+        let name = self.note(&record);
+        self.by_pid.insert(record.pid, name);
         Ok(None)
+    }
+
+    fn note(&mut self, record: &Record) -> Rc<str> {
+        let name: Rc<str> = record.sandbox.as_str().into();
+        let sandbox = Sandbox {
+            pid: record.pid,
+            start_ticks: record.start_ticks,
+            lowers: self.lowers_of(record),
+            view: record.view,
+            view_server: record.view_server,
+            oom_kills: 0,
+        };
+        self.running.insert(name.clone(), sandbox);
+        name
+    }
+
+    fn lowers_of(&mut self, record: &Record) -> Rc<[String]> {
+        let known = self
+            .lowers
+            .iter()
+            .find(|known| ***known == record.lowers[..]);
+        if let Some(known) = known {
+            return known.clone();
+        }
+        self.lowers.retain(|lowers| Rc::strong_count(lowers) > 1);
+        let lowers: Rc<[String]> = record.lowers.as_slice().into();
+        self.lowers.push(lowers.clone());
+        lowers
     }
 
     /// The sandbox is about to be destroyed: what its cgroups count is read while they are there.
     pub fn count_oom_kills(&mut self, sandbox: &str) {
+        let kills = self.records.oom_kills(sandbox);
         if let Some(sandbox) = self.running.get_mut(sandbox) {
-            sandbox.oom_kills = sandbox.record.oom_kills();
+            sandbox.oom_kills = kills;
         }
     }
 
     /// A child has been reaped that is no worker: the agent of a sandbox, or of one whose launch is not reported yet.
     pub fn reaped(&mut self, pid: i32, status: i32) -> Result<Option<ExitEvent>> {
-        match self
-            .by_pid
-            .remove(&pid)
-            .and_then(|name| self.running.remove(&name))
-        {
-            Some(sandbox) => {
-                self.records.remove(&sandbox.record.sandbox)?;
-                Ok(Some(event(&sandbox.record, status, sandbox.oom_kills)))
+        let name = self.by_pid.remove(&pid);
+        match name.and_then(|name| self.running.remove_entry(&name)) {
+            Some((name, sandbox)) => {
+                let kills = self.records.oom_kills(&name).max(sandbox.oom_kills);
+                self.records.remove(&name)?;
+                Ok(Some(event(&name, pid, status, kills)))
             }
             None => {
                 self.unclaimed.insert(pid, status);
@@ -194,20 +226,16 @@ impl Sandboxes {
 
     /// Agents that must be watched.
     pub fn watched(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        let adopted = self
-            .running
+        self.adopted
             .values()
-            .filter_map(|sandbox| sandbox.adopted.as_ref());
-        adopted
             .filter(|adopted| adopted.ended_at.is_none())
             .map(|adopted| adopted.process.as_fd())
     }
 
     /// True while the status of an ended one is awaited.
     pub fn await_status(&self) -> bool {
-        self.running
+        self.adopted
             .values()
-            .filter_map(|sandbox| sandbox.adopted.as_ref())
             .any(|adopted| adopted.ended_at.is_some())
     }
 
@@ -228,42 +256,38 @@ impl Sandboxes {
             other => other.doing("look at", "agents")?,
         }
         .into_iter();
-        for sandbox in self.running.values_mut() {
-            let Sandbox {
-                record,
-                adopted: Some(adopted),
-                oom_kills,
-            } = sandbox
-            else {
-                continue;
-            };
+        for (name, adopted) in &mut self.adopted {
             // The same order as above: of the one map.
             if adopted.ended_at.is_none() && news.next() != Some(true) {
                 continue;
             }
+            let Some(sandbox) = self.running.get(name.as_str()) else {
+                continue;
+            };
             let ended_at = *adopted.ended_at.get_or_insert(now);
-            match exit_status(adopted.process.as_fd()) {
-                Some(status) => events.push(event(record, status, *oom_kills)),
-                None if now - ended_at > STATUS_PATIENCE => {
-                    events.push(event(record, STATUS_UNKNOWN, *oom_kills))
-                }
-                None => {}
-            }
+            let status = match exit_status(adopted.process.as_fd()) {
+                Some(status) => status,
+                None if now - ended_at > STATUS_PATIENCE => STATUS_UNKNOWN,
+                None => continue,
+            };
+            let kills = self.records.oom_kills(name).max(sandbox.oom_kills);
+            events.push(event(name, sandbox.pid, status, kills));
         }
         for event in &events {
-            self.running.remove(&event.sandbox);
+            self.running.remove(event.sandbox.as_str());
+            self.adopted.remove(&event.sandbox);
             self.records.remove(&event.sandbox)?;
         }
         Ok(events)
     }
 }
 
-fn event(record: &Record, status: i32, oom_kills: u64) -> ExitEvent {
+fn event(sandbox: &str, pid: i32, status: i32, oom_kills: u64) -> ExitEvent {
     ExitEvent {
-        sandbox: record.sandbox.clone(),
-        pid: record.pid,
+        sandbox: sandbox.into(),
+        pid,
         status,
-        oom_kills: record.oom_kills().max(oom_kills).max(oom_kills),
+        oom_kills,
     }
 }
 
@@ -287,15 +311,7 @@ mod tests {
                 view_kind: ViewKind::default(),
                 view_server: None,
             };
-            let (adopted, oom_kills) = (None, 0);
-            sandboxes.running.insert(
-                record.sandbox.clone(),
-                Sandbox {
-                    record,
-                    adopted,
-                    oom_kills,
-                },
-            );
+            sandboxes.note(&record);
         }
         let mut names: Vec<String> = Vec::new();
         let mut sizes = Vec::new();

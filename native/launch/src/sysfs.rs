@@ -4,7 +4,9 @@
 //! file system costs a place in the tables that the kernel keeps for each memory cgroup of the machine, and it looks through
 //! all sysfs that there are to find out that a new one is needed: both grow with the square of sandboxes.
 //!
-//! Mounts and network namespace live in the pinned mount namespace, so that sandboxes see `lo` under a later daemon too.
+//! The network namespace, and an ipc namespace beside it, are where light sandboxes begin, which have none of their own yet.
+//!
+//! Mounts and namespaces live in the pinned mount namespace, so that sandboxes see `lo` under a later daemon too.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -13,14 +15,16 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use dsec_sys::mounts::{self, attr};
-use dsec_sys::namespaces::{self, NEW_NET};
+use dsec_sys::namespaces::{self, NEW_IPC, NEW_NET};
 
 use crate::error::{Doing, Result};
 use crate::namespace::Helper;
+use crate::steps::Lobby;
 use crate::system::{c_path, Access, Kernel, System};
 
 const PLACE: &str = ".sysfs";
 const NETWORK: &str = "network";
+const IPC: &str = "ipc";
 const EMPTY_FILE: &str = "empty-file";
 const EMPTY_DIRECTORY: &str = "empty-directory";
 const TREES: &str = "trees";
@@ -33,6 +37,7 @@ pub struct Sysfs<'a> {
     system: &'a Kernel,
     place: PathBuf,
     network: OwnedFd,
+    ipc: OwnedFd,
     /// Masks and the mount that has them, the oldest first.
     made: VecDeque<(Vec<String>, PathBuf)>,
     count: u64,
@@ -58,11 +63,19 @@ impl<'a> Sysfs<'a> {
         }
         Ok(Sysfs {
             system,
-            network: network_at(system, &place.join(NETWORK))?,
+            network: namespace_at(system, &place.join(NETWORK), NEW_NET)?,
+            ipc: namespace_at(system, &place.join(IPC), NEW_IPC)?,
             place,
             made: VecDeque::new(),
             count: 0,
         })
+    }
+
+    pub fn lobby(&self) -> Lobby<'_> {
+        Lobby {
+            network: self.network.as_fd(),
+            ipc: self.ipc.as_fd(),
+        }
     }
 
     /// Where a sysfs is mounted in which those of `masks` are masked that lie in it.
@@ -134,8 +147,8 @@ fn remove(system: &Kernel, path: &Path) -> Result<()> {
     system.remove_dir(path).doing_to("remove", path)
 }
 
-/// The network namespace that `pin` holds, made first if it holds none.
-fn network_at(system: &Kernel, pin: &Path) -> Result<OwnedFd> {
+/// The namespace of this kind that `pin` holds, made first if it holds none.
+fn namespace_at(system: &Kernel, pin: &Path, kind: u64) -> Result<OwnedFd> {
     let pinned = match File::open(pin) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             File::create(pin).doing_to("make", pin)?;
@@ -148,12 +161,18 @@ fn network_at(system: &Kernel, pin: &Path) -> Result<OwnedFd> {
     };
     if !pinned {
         Helper::start(|_| {
-            namespaces::unshare(NEW_NET)?;
-            system.loopback_up()?;
-            mounts::bind(c"/proc/self/ns/net", &c_path(pin)?)
+            namespaces::unshare(kind)?;
+            let made = match kind {
+                NEW_NET => {
+                    system.loopback_up()?;
+                    c"/proc/self/ns/net"
+                }
+                _ => c"/proc/self/ns/ipc",
+            };
+            mounts::bind(made, &c_path(pin)?)
         })?
         .go_and_wait()
-        .doing_to("pin a network namespace at", pin)?;
+        .doing_to("pin a namespace at", pin)?;
     }
     system.open_namespace(pin).doing_to("open", pin)
 }

@@ -94,6 +94,8 @@ pub trait System {
     fn enter_mounts(&self, namespace: BorrowedFd) -> io::Result<()>;
     /// Into the uts namespace that `of` is, or that the process `of` is in.
     fn enter_names(&self, of: BorrowedFd) -> io::Result<()>;
+    /// Into a namespace of this kind (NEW_…).
+    fn enter(&self, namespace: BorrowedFd, kind: u64) -> io::Result<()>;
     fn unshare(&self, namespaces: u64) -> io::Result<()>;
     /// A new process that begins in `origin`, with a cgroup namespace of that place. `meanwhile` is done here, while it comes
     /// to be, and it has nothing of that.
@@ -354,6 +356,10 @@ impl System for Kernel {
 
     fn enter_names(&self, of: BorrowedFd) -> io::Result<()> {
         namespaces::enter(of, namespaces::NEW_UTS)
+    }
+
+    fn enter(&self, namespace: BorrowedFd, kind: u64) -> io::Result<()> {
+        namespaces::enter(namespace, kind)
     }
 
     fn unshare(&self, namespaces: u64) -> io::Result<()> {

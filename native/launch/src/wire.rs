@@ -70,6 +70,8 @@ pub struct HelloAnswer<'a> {
     pub views: bool,
     /// Why no live view can be given just now; None when it can.
     pub no_live_view: Option<String>,
+    /// Light plans are known.
+    pub light: bool,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -274,6 +276,8 @@ pub struct LaunchPlan {
     pub nofile: Option<u64>,
     #[serde(default)]
     pub spare: bool,
+    #[serde(default)]
+    pub light: bool,
     #[serde(default)]
     pub view: Option<ResourceView>,
     #[serde(default)]

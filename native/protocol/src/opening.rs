@@ -72,4 +72,17 @@ pub struct AgentConfig {
     /// It serves nobody yet: nothing runs before `claim` has said for whom.
     #[serde(default)]
     pub spare: bool,
+    /// What is still to be made, by the agent, before anything can miss it. None: all is there.
+    #[serde(default)]
+    pub light: Option<Light>,
+}
+
+/// What a sandbox begins without: network namespace, ipc namespace with its message queues, terminals.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Light {
+    /// Options that devpts is mounted with.
+    pub terminals: String,
+    /// Kernel settings of the ipc namespace: path below /proc/sys, of which descriptor 7 is the directory, and value.
+    pub settings: BTreeMap<String, String>,
 }

@@ -12,6 +12,8 @@ pub const CAP_FSETID: u64 = 1 << 4;
 pub const CAP_SETGID: u64 = 1 << 6;
 pub const CAP_SETUID: u64 = 1 << 7;
 pub const CAP_LINUX_IMMUTABLE: u64 = 1 << 9;
+pub const CAP_NET_ADMIN: u64 = 1 << 12;
+pub const CAP_SYS_ADMIN: u64 = 1 << 21;
 pub const CAP_MKNOD: u64 = 1 << 27;
 pub const CAP_MAC_OVERRIDE: u64 = 1 << 32;
 /// Capabilities that the kernel asks about when files are used: those that setfsuid(2) drops.
@@ -65,6 +67,51 @@ pub fn own_capabilities() -> io::Result<CapSets> {
 
 pub fn set_own_capabilities(sets: CapSets) -> io::Result<()> {
     check_long(raw_capset(sets)).map(drop)
+}
+
+/// Parts with these capabilities for good: they can neither be raised again nor come back by an execve.
+pub fn give_up(capabilities: u64) -> io::Result<()> {
+    for capability in (0..64).filter(|number| capabilities & (1 << number) != 0) {
+        // SAFETY: no pointers.
+        check(unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) })?;
+    }
+    let held = own_capabilities()?;
+    // The ambient set follows what is permitted and inheritable.
+    set_own_capabilities(CapSets {
+        effective: held.effective & !capabilities,
+        permitted: held.permitted & !capabilities,
+        inheritable: held.inheritable & !capabilities,
+    })
+}
+
+/// Does `work` with the effective ids of root: some files of the kernel can be written by root alone, and what is made belongs
+/// to root. Afterwards all is as before, but for ambient capabilities, which count only for an execve of this process. It ends
+/// if that cannot be done: it would go on with wrong rights.
+pub fn as_root<T>(work: impl FnOnce() -> T) -> io::Result<T> {
+    let (before, (uid, gid)) = (own_capabilities()?, own_ids());
+    keep_capabilities(true)?;
+    let result = set_effective(0, 0).map(|()| work());
+    let back = set_effective(uid, gid)
+        .and_then(|()| keep_capabilities(false))
+        .and_then(|()| set_own_capabilities(before));
+    if back.is_err() {
+        std::process::abort();
+    }
+    result
+}
+
+/// Real and saved ids stay as they are. The group first: away from root no capability is effective.
+fn set_effective(uid: u32, gid: u32) -> io::Result<()> {
+    // SAFETY: plain numbers.
+    unsafe {
+        check_long(libc::syscall(libc::SYS_setresgid, u32::MAX, gid, u32::MAX))?;
+        check_long(libc::syscall(libc::SYS_setresuid, u32::MAX, uid, u32::MAX)).map(drop)
+    }
+}
+
+fn keep_capabilities(keep: bool) -> io::Result<()> {
+    // SAFETY: plain numbers.
+    check(unsafe { libc::prctl(libc::PR_SET_KEEPCAPS, i32::from(keep), 0, 0, 0) }).map(drop)
 }
 
 /// Safe between clone and exec: allocates nothing. -1 and errno on failure.

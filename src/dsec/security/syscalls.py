@@ -140,6 +140,17 @@ AGENT = FilterSpec(
     ],
 )
 
+# Of the agent that mounts a sandbox's terminals and message queues itself, as long as it has the right: a mount(2) of
+# something new, with these flags alone. No bind, no remount, no move.
+_TERMINALS, _QUEUES = 0x2 | 0x8, 0x2 | 0x4 | 0x8  # MS_NOSUID, MS_NODEV, MS_NOEXEC
+LIGHT_AGENT = FilterSpec(
+    deny=[
+        *(rule for rule in AGENT.deny if rule.syscall != "mount"),
+        SyscallRule("mount", [ArgRule(3, flags, negate=True, wide=True) for flags in (_TERMINALS, _QUEUES)]),
+    ],
+    allow=[*AGENT.allow, *(SyscallRule("mount", [ArgRule(3, flags, wide=True)]) for flags in (_TERMINALS, _QUEUES))],
+)
+
 EXEC = FilterSpec(
     deny=[
         *_always(_DENIED),

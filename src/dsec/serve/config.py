@@ -173,6 +173,7 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     cgroup_parent: str = "dsec"
     disk: str = "auto"
     shm_bytes: int | str = 64 * limits.MIB  # size of /dev/shm in a sandbox
+    light_from: int = 64  # sandboxes there are, from which on new ones get network and terminals when first used
     pids_kept_for_host: int = 4096  # of the kernel's, which sandboxes together leave to others
     memory_kept_for_host: int | str = limits.GIB  # which sandboxes together leave; at most a quarter of the machine
     resource_view: str = "auto"  # what programs see of processors and memory: "live" (lxcfs), "static", "host"
@@ -184,6 +185,7 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             "cgroup_parent": self.cgroup_parent,
             "disk": self.disk,
             "shm_bytes": parse_size(self.shm_bytes, "shm_bytes"),
+            "light_from": self.light_from,
             "pids_kept_for_host": self.pids_kept_for_host,
             "memory_kept_for_host": parse_size(self.memory_kept_for_host, "memory_kept_for_host"),
             "resource_view": self.resource_view,

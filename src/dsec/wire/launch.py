@@ -68,6 +68,7 @@ class HelloAnswer(msgspec.Struct, frozen=True):
     agent_digest: str  # sha256 of the sealed agent file
     views: bool = False  # it knows plans with a `view`
     no_live_view: str | None = None  # why no live view of resources can be given just now
+    light: bool = False  # it knows plans that are `light`
 
 
 class ArgRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -207,6 +208,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     workdir: bytes | None = None
     nofile: int | None = None
     spare: bool = False  # the agent serves nobody until it is told whom
+    light: bool = False  # network, ipc and terminals are made when something is first done in it
     view: ResourceView | None = None  # None: the whole machine is shown
     volumes: list[VolumeBind] = []
     devices: list[DevicePlan] = []

@@ -119,6 +119,7 @@ impl Daemon<'_> {
                     lowers,
                     filter_agent,
                     sysfs,
+                    lobby: setting.sysfs.lobby(),
                     view,
                     config,
                     fail_step,

@@ -3,6 +3,7 @@
 use std::path::{Component, Path};
 
 use crate::error::{Error, Result};
+use crate::steps::light::CAPS_TO_SETTLE;
 use crate::steps::root::is_own_device;
 use crate::wire::{LaunchPlan, LAUNCH_VERSION};
 
@@ -35,6 +36,9 @@ pub fn check(plan: &LaunchPlan) -> Result<()> {
     )?;
     require(plan.lowers.len() <= LOWERS_MAX, || {
         format!("{} layers, {LOWERS_MAX} at most", plan.lowers.len())
+    })?;
+    require(!plan.light || plan.caps_agent & CAPS_TO_SETTLE == 0, || {
+        "the agent of a light sandbox cannot keep what it gives up".into()
     })?;
     check_hostname(&plan.hostname)?;
     check_paths(plan)?;
@@ -283,6 +287,7 @@ mod tests {
             |plan| plan.rlimits = [("nofiles".to_string(), vec![1, 1])].into(),
             |plan| plan.rlimits = [("nofile".to_string(), vec![2, 1])].into(),
             |plan| plan.sysctls = [("../x".to_string(), "1".to_string())].into(),
+            |plan| (plan.light, plan.caps_agent) = (true, 1 << 21),
         ];
         for (index, spoil) in spoil.iter().enumerate() {
             let mut plan = plan();

@@ -11,6 +11,7 @@ use dsec_sys::namespaces::{exit_now, NEW_IPC, NEW_MOUNT, NEW_NET, NEW_UTS};
 
 use crate::error::{Doing, Error, Result};
 use crate::steps::check::IDS_PER_SANDBOX;
+use crate::steps::light::{caps_agent, is_of_ipc, TERMINALS};
 use crate::steps::view::{self, Cover};
 use crate::steps::{root, Clock, Job, Step};
 use crate::sysfs::is_below;
@@ -19,8 +20,6 @@ use crate::system::{c_text, Access, MountOption, System};
 /// The agent runs under this id, so that root inside has no more rights over it than over a stranger (ruling 9).
 const AGENT_ID: u32 = IDS_PER_SANDBOX - 1;
 const CAP_SYS_ADMIN: u64 = 1 << 21;
-/// Of one sandbox. The host has 4,096 for everybody, of which it keeps 1,024 to itself.
-const TERMINALS_MAX: u32 = 256;
 const KERNEL_MOUNT: u64 = attr::NO_SUID | attr::NO_DEVICES | attr::NO_EXEC;
 
 /// What the new process has been given.
@@ -64,19 +63,22 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
         .doing("become", "root of the user namespace")?;
 
     clock.begin(Step::CgroupNs)?;
+    let ipc = if plan.light { 0 } else { NEW_IPC };
     system
-        .unshare(NEW_IPC | NEW_UTS)
+        .unshare(ipc | NEW_UTS)
         .doing("make", "ipc and uts namespaces")?;
     system
         .set_hostname(&plan.hostname)
         .doing("set", "the host name")?;
     clock.begin(Step::Network)?;
-    system
-        .unshare(NEW_NET)
-        .doing("make", "a network namespace")?;
-    system
-        .loopback_up()
-        .doing("bring up", "the loopback device")?;
+    if !plan.light {
+        system
+            .unshare(NEW_NET)
+            .doing("make", "a network namespace")?;
+        system
+            .loopback_up()
+            .doing("bring up", "the loopback device")?;
+    }
     clock.begin(Step::Rlimits)?;
     limits(system, job)?;
     // The agent, into which nobody may see, could not open it any more.
@@ -84,7 +86,7 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
     clock.begin(Step::Capabilities)?;
     // Only what execve may give; what this process has is not touched yet.
     system
-        .bound_capabilities(plan.caps_agent | plan.caps_exec)
+        .bound_capabilities(caps_agent(plan) | plan.caps_exec)
         .doing("bound", "capabilities")?;
     let config = system
         .sealed_file(&job.config)
@@ -96,9 +98,14 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
     system
         .unshare(NEW_MOUNT)
         .doing("make", "a mount namespace")?;
-    let tree = kernel_mounts(system)?;
+    let tree = kernel_mounts(system, plan.light)?;
     clock.begin(Step::Sysctls)?;
     sysctls(system, job)?;
+    // Before it is read-only.
+    let settings = match plan.light {
+        true => Some(open_settings(system)?),
+        false => None,
+    };
     clock.begin(Step::Masks)?;
     masks(system, job)?;
     clock.begin(Step::View)?;
@@ -107,7 +114,7 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
     system.pivot().doing("pivot to", "the new root")?;
     drop(tree);
     clock.begin(Step::Capabilities)?;
-    let kept = arrange(system, inside, config, score)?;
+    let kept = arrange(system, inside, config, score, settings)?;
     capabilities(system, job)?;
     clock.end();
     Ok(kept)
@@ -126,7 +133,7 @@ fn wait_for_go(system: &dyn System, inside: &Inside) -> Result<()> {
 
 /// Mounts what only a process in the new namespaces can, on a copy of the tree that is not locked itself and thus may become
 /// the root. The bare namespace's own proc is still in sight, without which the kernel refuses a new one.
-fn kernel_mounts(system: &dyn System) -> Result<OwnedFd> {
+fn kernel_mounts(system: &dyn System, light: bool) -> Result<OwnedFd> {
     let tree = system.clone_tree(root::ROOT).doing("copy", "the tree")?;
     system
         .attach_at(tree.as_fd(), root::ROOT)
@@ -146,33 +153,37 @@ fn kernel_mounts(system: &dyn System) -> Result<OwnedFd> {
             .attach(made.as_fd(), target.as_fd())
             .doing("mount", &name)
     };
-    let terminals = [
-        MountOption::Text(c"ptmxmode", "0666".into()),
-        MountOption::Text(c"mode", "0620".into()),
-        MountOption::Text(c"gid", "5".into()),
-        // All sandboxes of the host share kernel.pty.max.
-        MountOption::Text(c"max", TERMINALS_MAX.to_string()),
-    ];
     mount(c"proc", &[], KERNEL_MOUNT, c"/proc")?;
-    mount(
-        c"devpts",
-        &terminals,
-        attr::NO_SUID | attr::NO_EXEC,
-        c"/dev/pts",
-    )?;
-    mount(c"mqueue", &[], KERNEL_MOUNT, c"/dev/mqueue")?;
+    if !light {
+        let terminals = TERMINALS.map(|(key, value)| MountOption::Text(key, value.into()));
+        mount(
+            c"devpts",
+            &terminals,
+            attr::NO_SUID | attr::NO_EXEC,
+            c"/dev/pts",
+        )?;
+        mount(c"mqueue", &[], KERNEL_MOUNT, c"/dev/mqueue")?;
+    }
     Ok(tree)
 }
 
 /// Kernel settings of the new namespaces, while /proc/sys can still be written. Below the working directory, which is the
 /// tree: at the root there is the bare namespace's proc, the host's.
 fn sysctls(system: &dyn System, job: &Job) -> Result<()> {
-    job.plan.sysctls.iter().try_for_each(|(name, value)| {
+    let now = |name: &&String| !(job.plan.light && is_of_ipc(name));
+    let settings = job.plan.sysctls.iter().filter(|(name, _)| now(name));
+    settings.into_iter().try_for_each(|(name, value)| {
         let path = Path::new("proc/sys").join(name.replace('.', "/"));
         system
             .write_file(&path, value.as_bytes())
             .doing_to("write to", &path)
     })
+}
+
+fn open_settings(system: &dyn System) -> Result<OwnedFd> {
+    system
+        .open(Path::new("proc/sys"), Access::Path)
+        .doing("open", "/proc/sys")
 }
 
 /// Hides and protects parts of the new proc; those of sysfs are hidden by `Sysfs`. Their paths are the kernel's own: nothing an image can plant.
@@ -224,17 +235,19 @@ fn arrange(
     inside: &Inside,
     config: OwnedFd,
     score: OwnedFd,
+    settings: Option<OwnedFd>,
 ) -> Result<(OwnedFd, OwnedFd)> {
     // Never closed by us: by then their numbers belong to other files.
     let config = ManuallyDrop::new(config);
     let score = ManuallyDrop::new(score);
+    let settings = ManuallyDrop::new(settings);
     let null = system
         .open(Path::new("/dev/null"), Access::ReadWrite)
         .doing("open", "/dev/null")?;
     let null = ManuallyDrop::new(null);
     let standard = Some(null.as_fd());
     let cgroup = inside.cgroup.map(|fd| fd.as_fd());
-    let order: [Option<BorrowedFd>; 7] = [
+    let order: [Option<BorrowedFd>; 8] = [
         standard,
         standard,
         standard,
@@ -242,6 +255,7 @@ fn arrange(
         cgroup,
         Some(config.as_fd()),
         Some(score.as_fd()),
+        settings.as_ref().map(|directory| directory.as_fd()),
     ];
     let keep = [inside.job.agent.as_fd(), inside.report.as_fd()];
     let mut kept = system
@@ -257,7 +271,7 @@ fn arrange(
 /// Becomes the agent's user. What execve leaves of the capabilities of a user that is not root is the ambient set; the
 /// right to load a filter is kept until then.
 fn capabilities(system: &dyn System, job: &Job) -> Result<()> {
-    let agent = job.plan.caps_agent;
+    let agent = caps_agent(job.plan);
     system
         .become_user(AGENT_ID, true)
         .doing("become", "the agent's user")?;
@@ -375,7 +389,10 @@ mod tests {
     use crate::fake::{null, Fake, Parts};
 
     fn fail(system: &Fake, fail_step: Option<&str>) -> (Step, Error) {
-        let parts = Parts::new();
+        fail_with(&Parts::new(), system, fail_step)
+    }
+
+    fn fail_with(parts: &Parts, system: &Fake, fail_step: Option<&str>) -> (Step, Error) {
         let (job, file) = (parts.job(fail_step), null());
         let covers = view::collect(&Fake::new(None), &job.view.sources).unwrap();
         let mut clock = Clock::start(job.fail_step.clone());
@@ -431,6 +448,29 @@ mod tests {
             system.log.borrow()
         );
         assert_eq!(system.log.borrow().len(), places.last().unwrap() + 1);
+    }
+
+    #[test]
+    fn a_light_sandbox_is_left_what_its_agent_needs_to_make_the_rest() {
+        let system = Fake::talking(None);
+
+        let (step, _) = fail_with(&Parts::light(), &system, None);
+
+        assert_eq!(step, Step::Agent);
+        let log = system.log.borrow();
+        let has = |start: &str| log.iter().any(|entry| entry.starts_with(start));
+        for later in [
+            "unshare 0x40000000",
+            "unshare 0xc000000",
+            "loopback_up",
+            "make_mount \"devpts\"",
+            "make_mount \"mqueue\"",
+            "write_file proc/sys/kernel/shmmni",
+        ] {
+            assert!(!has(later), "{later}");
+        }
+        assert!(has("unshare 0x4000000") && has("open proc/sys Path"));
+        assert!(has("bound_capabilities 0x201081") && has("raise_ambient 0x201080"));
     }
 
     #[test]

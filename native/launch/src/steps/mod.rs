@@ -3,13 +3,14 @@
 pub mod cgroups;
 pub mod check;
 pub mod inside;
+pub mod light;
 pub mod root;
 pub mod state;
 pub mod view;
 pub mod volumes;
 
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -101,12 +102,21 @@ pub struct Job<'a> {
     pub filter_agent: Option<&'a [Instruction]>,
     /// Where the sysfs of all sandboxes is mounted, with this plan's masks.
     pub sysfs: PathBuf,
+    /// Where a light sandbox begins.
+    pub lobby: Lobby<'a>,
     /// What is bound over the kernel's files that tell of the machine.
     pub view: Shown,
     /// The agent's configuration, encoded.
     pub config: Vec<u8>,
     /// The test hook: this step fails.
     pub fail_step: Option<String>,
+}
+
+/// Namespaces that hold nothing, of all sandboxes that have none of their own yet.
+#[derive(Clone, Copy)]
+pub struct Lobby<'a> {
+    pub network: BorrowedFd<'a>,
+    pub ipc: BorrowedFd<'a>,
 }
 
 /// Which step is going on, since when, and how long those before took.

@@ -20,10 +20,10 @@ from dsec.backends.container.disk import Disk
 from dsec.backends.container.instance import ContainerInstance, connect_at
 from dsec.backends.container.launcher import Launcher, LauncherRefusal
 from dsec.backends.container.plan import (
-    AGENT_FILTER,
-    EXEC_FILTER,
+    FILTERS,
     HostFacts,
     holder_directory,
+    lighten,
     limit_files,
     plan_claim,
     plan_launch,
@@ -46,7 +46,7 @@ from dsec.core.ids import NodeId, SandboxId, new_node_id, new_sandbox_id
 from dsec.core.spec import Environment, NetworkMode, SandboxSpec, Substrate
 from dsec.core.states import EndCause
 from dsec.density.cgroups import CgroupHost, detect, memory_for_all, prepare_cpuset, prepare_parent, remove_parent
-from dsec.security import masks, syscalls
+from dsec.security import masks
 from dsec.security.idranges import IdRanges
 from dsec.storage.spread import spread_children
 from dsec.wire.launch import (
@@ -93,6 +93,7 @@ class ContainerBackend:
         self._view = choose_view(config.resource_view, self._host, find_lxcfs())
         self._no_live_view: str | None = None  # what the launcher says of lxcfs
         self._knows_views = True
+        self._knows_light = False
         self._launcher: Launcher | None = None
         self._facts: HostFacts | None = None
         self._boot_id = _BOOT_ID.read_text().strip()
@@ -169,6 +170,8 @@ class ContainerBackend:
         id_base = self._ids.take(holder_directory(facts, instance.id))
         try:
             plan = self._plan(instance, facts, id_base)
+            if self._knows_light and len(self._instances) >= self._config.light_from:
+                plan = lighten(plan)
             record = msgspec.structs.replace(
                 record_of(plan, self._boot_id), disk_limited=self._disk.is_limited(instance)
             )
@@ -237,14 +240,14 @@ class ContainerBackend:
 
     async def _register(self, layers: tuple[Layer, ...]) -> None:
         """Make filters and layers known to the launcher of the present connection, each once."""
-        wanted = {AGENT_FILTER, EXEC_FILTER, *(layer.digest for layer in layers)}
+        wanted = {*FILTERS, *(layer.digest for layer in layers)}
         as_mounted = all(self._blobs.get(layer.digest) == layer.blob for layer in layers)
         if self._connection == self.launcher.connection and wanted <= self._registered and as_mounted:
             return
         async with self._registering:
             if self._connection != self.launcher.connection:
                 self._registered.clear()
-            for name, spec in ((AGENT_FILTER, syscalls.AGENT), (EXEC_FILTER, syscalls.EXEC)):
+            for name, spec in FILTERS.items():
                 if name not in self._registered:
                     await self.launcher.request(LaunchOp.FILTER, FilterArgs(name, spec), Done)
                     self._registered.add(name)
@@ -281,6 +284,7 @@ class ContainerBackend:
         """What the launcher says of views just now."""
         answer = await self.launcher.request(LaunchOp.HELLO, HelloArgs(LAUNCH_VERSION), HelloAnswer)
         self._knows_views = answer.views
+        self._knows_light = answer.light
         if self._view.kind == LIVE:
             self._no_live_view = answer.no_live_view if answer.views else "the launcher that runs is of before"
 
