@@ -24,7 +24,7 @@ from dsec.wire.records import CreateRequest, Sandbox, SandboxRef
 from dsec.wire.usage import UsagePage
 from tests.contract.sdk_service import RunningService
 
-DEFAULTS = {"project": None, "since": 0.0, "until": None, "by": "project", "limit": 100, "cursor": None}
+DEFAULTS = {"job": None, "project": None, "since": 0.0, "until": None, "by": "project", "limit": 100, "cursor": None}
 
 
 class Nodes:
