@@ -16,6 +16,7 @@ from dsec.core.errors import ConflictError, InvalidArgumentError, LaunchError
 from dsec.core.ids import parse_sandbox_id
 from dsec.core.spec import Link, SandboxSpec, link_addresses
 from dsec.testing.nodes import FAKE_SPEC, NodeClient, caller_of, crash, make_fake_node
+from dsec.wire.jobs import JobOrder, JobOrderKind, JobPart
 from dsec.wire.node import Method
 from dsec.wire.records import CreateRequest, Sandbox, SandboxRef
 from tests.contract.served import until
@@ -29,8 +30,10 @@ class Machine:
     host: FakeHost
     client: NodeClient
 
-    async def create(self, member: str, *links: Link, job: str = "shop", project: str = "/team") -> str:
-        spec = msgspec.structs.replace(FAKE_SPEC, job=job, member=member, links=links)
+    async def create(
+        self, member: str, *links: Link, job: str = "shop", project: str = "/team", job_id: str | None = None
+    ) -> str:
+        spec = msgspec.structs.replace(FAKE_SPEC, job=job, member=member, links=links, job_id=job_id)
         client = self.client.of(caller_of(project))
         return (await client.call(Method.CREATE, CreateRequest(spec=spec), Sandbox)).id
 
@@ -106,6 +109,28 @@ async def test_no_link_leaves_its_job_and_project(machine: Machine, job: str, pr
     reader, writer = await machine.dial(await machine.create("web", DB))
 
     assert await closed(reader)
+    writer.close()
+
+
+async def test_what_runs_yet_of_a_job_that_is_paused_wakes_nothing_of_it(machine: Machine) -> None:
+    db = await machine.create("db", job_id="job_1")
+    web = await machine.create("web", DB, job_id="job_1")
+    client = machine.client.of(caller_of("/team"))
+
+    async def order(number: int, kind: JobOrderKind) -> None:
+        body = JobOrder(id="job_1", job="shop", project="/team", order=number, kind=kind)
+        await client.call(Method.JOB_ACT, body, JobPart)
+
+    await order(1, JobOrderKind.PAUSE)
+    reader, writer = await machine.dial(web)
+    assert await closed(reader)
+    writer.close()
+    assert (await client.call(Method.GET, SandboxRef(db), Sandbox)).state == "paused"
+
+    await order(2, JobOrderKind.RESUME)
+    reader, writer = await machine.dial(web)
+    writer.write(b"hello")
+    assert await reader.readexactly(5) == b"hello"
     writer.close()
 
 

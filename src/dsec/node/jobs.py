@@ -48,6 +48,9 @@ class NodeJobs:
         if spec.job_id is not None and self._orders.get(spec.job_id, _NONE)[1] is JobOrderKind.STOP:
             raise ConflictError(f"job {spec.job} is stopped and takes no new sandboxes")
 
+    def is_paused(self, job: str) -> bool:
+        return self._orders.get(job, _NONE)[1] is JobOrderKind.PAUSE
+
     async def act(self, order: JobOrder, caller: Caller) -> JobPart:
         """As many sandboxes as one call takes. Raises ConflictError when a later order has come meanwhile."""
         _check_reach(caller, order.project, order.job)

@@ -37,8 +37,10 @@ _RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: closing says that it was r
 
 
 class NodeLinks:
-    def __init__(self, registry: Registry, tasks: Tasks, sleep: Sleep) -> None:
+    def __init__(self, registry: Registry, tasks: Tasks, sleep: Sleep, *, is_paused: Callable[[str], bool]) -> None:
+        """`is_paused`: of a job by its id, by its last order."""
         self._registry = registry
+        self._is_paused = is_paused
         self._tasks = tasks
         self._sleep = sleep
         self._open: dict[str, asyncio.Task[None]] = {}
@@ -90,6 +92,11 @@ class NodeLinks:
             if (one.row.spec.member, one.row.spec.job_id) == wanted and not one.ended:
                 return one
         return None
+
+    def may_wake(self, target: Supervisor) -> bool:
+        """What of a job still runs while it is being paused must not let the rest of it go on."""
+        job = target.row.spec.job_id
+        return target.state is SandboxState.RUNNING or job is None or not self._is_paused(job)
 
     async def retry(self) -> None:
         await self._sleep(_RETRY_S)
@@ -168,7 +175,7 @@ class _Listening:
                 )  # until it is known that all was sent
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 target = self._links.target(self._sandbox, link.name)
-                if target is None or target.state is SandboxState.CREATING:
+                if target is None or target.state is SandboxState.CREATING or not self._links.may_wake(target):
                     return
                 async with target.operating(short=False) as client:
                     async with asyncio.timeout(_CONNECT_S):

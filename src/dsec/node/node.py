@@ -181,7 +181,7 @@ class Node:
             read_failure=self.environments.read_failure,
             layers=self.environments.layers,
             volumes=self.volumes,
-            links=NodeLinks(self.registry, self._tasks, self._sleep),
+            links=NodeLinks(self.registry, self._tasks, self._sleep, is_paused=self.jobs.is_paused),
             jobs=self.jobs,
         )
         self.backends = self._make_backends(self.journal.node_id)
