@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +268,34 @@ def test_without_the_reader_of_yaml_it_says_what_to_install(tmp_path: Path, monk
 
     with pytest.raises(UnsupportedError, match="PyYAML"):
         read(tmp_path, "services: {a: {image: base}}")
+
+
+def test_a_small_file_does_not_become_a_huge_one(tmp_path: Path) -> None:
+    many = {"A": "x" * 1_000_000}
+    aliases = "x-a: &a ['" + "$$" * 400_000 + "']\nservices: {web: {image: b, command: *a, labels: [" + "*a," * 900 + "]}}"
+    for text in ("services: {web: {image: b, command: '" + "$A" * 100_000 + "'}}", aliases.replace("x-a", "name")):
+        with pytest.raises(LimitError):
+            read(tmp_path, text, variables=many)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pids_limit: .inf",
+        f"cpus: {'9' * 400}",
+        f"mem_limit: {'9' * 5_000}g",
+        f"healthcheck: {{test: a, retries: {'9' * 400}}}",
+        "env_file: ../secret.env",
+        "env_file: link.env",
+        "env_file: pipe",
+    ],
+)
+def test_what_no_service_can_have_is_told_as_such(tmp_path: Path, line: str) -> None:
+    (tmp_path / "secret.env").write_text("KEY=secret")
+    directory = tmp_path / "of"
+    directory.mkdir()
+    (directory / "link.env").symlink_to(tmp_path / "secret.env")
+    os.mkfifo(directory / "pipe")
+
+    with pytest.raises(InvalidArgumentError):
+        spec_of(directory, line)

@@ -286,6 +286,7 @@ METRICS_REQUEST_S: Final = 10.0  # for one request there, as long as Prometheus 
 
 # Compose files
 COMPOSE_BYTES_MAX: Final = 1 * MIB  # of the file, and of each file of variables; read whole
+COMPOSE_TEXT_MAX: Final = 4 * MIB  # characters of all texts, each counted for every alias, with their variables
 YAML_ITEMS_MAX: Final = 50_000  # values, each counted for every alias of it: a small file can stand for a huge one
 YAML_ALIASES_MAX: Final = 1_000  # each is one more time for what it stands for
 YAML_DEPTH_MAX: Final = 32  # values in values; a deployment has eight

@@ -222,7 +222,11 @@ class _Service:
         for one in [] if files is None else [files] if isinstance(files, (str, dict)) else _list(files, scope):
             entry = {"path": one} if isinstance(one, str) else _mapping(one, scope)
             _check_keys(entry, frozenset(("path", "required")), scope)
-            path = self._directory / str(entry.get("path", ""))
+            path = (self._directory / str(entry.get("path", ""))).resolve()
+            if not path.is_relative_to(self._directory.resolve()):
+                raise wrong(scope, f"{str(entry.get('path'))[:60]!r} is not below the directory of the compose file")
+            if path.exists() and not path.is_file():
+                raise wrong(scope, f"{path.name[:60]!r} is no file")
             if path.is_file() or entry.get("required", True):
                 found |= read_env_file(path, scope)
         scope = self.scope.at("environment")
@@ -349,12 +353,16 @@ def _plain(value: Any) -> str:
 def _number(value: Any, scope: Scope) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError) as error:
-        raise wrong(scope, f"{str(value)[:40]!r} is no number") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise wrong(scope, f"{_shown(value)} is no number") from error
 
 
 def _whole(value: Any, scope: Scope) -> int:
     try:
         return int(value)
-    except (TypeError, ValueError) as error:
-        raise wrong(scope, f"{str(value)[:40]!r} is no whole number") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise wrong(scope, f"{_shown(value)} is no whole number") from error
+
+
+def _shown(value: Any) -> str:
+    return "such a large number" if isinstance(value, int) else repr(str(value)[:40])

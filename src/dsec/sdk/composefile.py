@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsec.core.errors import InvalidArgumentError, LimitError
-from dsec.core.limits import COMPOSE_BYTES_MAX, YAML_DEPTH_MAX, YAML_ITEMS_MAX
+from dsec.core.limits import COMPOSE_BYTES_MAX, COMPOSE_TEXT_MAX, YAML_DEPTH_MAX, YAML_ITEMS_MAX
 from dsec.wire.codec import yaml_tree
 
 _VARIABLE: Final = re.compile(
@@ -84,6 +84,13 @@ class _Budget:
 
     def __init__(self) -> None:
         self.left = YAML_ITEMS_MAX
+        self._text_left = COMPOSE_TEXT_MAX
+
+    def take_text(self, scope: Scope, text: str) -> str:
+        self._text_left -= len(text)
+        if self._text_left < 0:
+            raise LimitError(f"{scope.what[:200]}: all texts together have more than {COMPOSE_TEXT_MAX} characters")
+        return text
 
     def take(self, scope: Scope, depth: int) -> None:
         self.left -= 1
@@ -94,7 +101,7 @@ class _Budget:
 def _filled(value: Any, variables: Mapping[str, str], scope: Scope, budget: _Budget, depth: int = 0) -> Any:
     budget.take(scope, depth)
     if isinstance(value, str):
-        return fill(value, variables, scope)
+        return budget.take_text(scope, fill(value, variables, scope))
     if isinstance(value, list):
         return [_filled(item, variables, scope, budget, depth + 1) for item in value]
     if isinstance(value, dict):
@@ -108,6 +115,15 @@ def _filled(value: Any, variables: Mapping[str, str], scope: Scope, budget: _Bud
 
 def fill(text: str, variables: Mapping[str, str], scope: Scope) -> str:
     """`$NAME`, `${NAME}`, and with `:-`, `-`, `:?`, `?`, `:+`, `+` and a word; `$$` is a dollar."""
+    room = COMPOSE_BYTES_MAX
+
+    def bounded(match: re.Match[str]) -> str:
+        nonlocal room
+        found = one(match)
+        room -= len(found)
+        if room < 0:
+            raise LimitError(f"{scope.what[:200]}: with its variables it has more than {COMPOSE_BYTES_MAX} characters")
+        return found
 
     def one(match: re.Match[str]) -> str:
         if match["escaped"]:
@@ -126,4 +142,4 @@ def fill(text: str, variables: Mapping[str, str], scope: Scope) -> str:
         why = f": {word}" if word else ""
         raise wrong(scope, f"the variable {name} is not set{why}", f"set it, or write ${{{name}:-}}")
 
-    return _VARIABLE.sub(one, text)
+    return _VARIABLE.sub(bounded, text)

@@ -13,8 +13,9 @@ from dsec.sdk.composefile import Scope, wrong
 
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h)")
 _UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3_600.0}
-_SIZE: Final = re.compile(r"(\d+)\s*([bkmg]?)b?\Z", re.IGNORECASE)
+_SIZE: Final = re.compile(r"(\d{1,18})\s*([bkmg]?)b?\Z", re.IGNORECASE)
 _PORTS_MAX: Final = 64  # of one range
+_TRIES_MAX: Final = 1_000_000
 _NOT_BOUND: Final = "upload what is in it (sandbox.upload), or use a named volume (dsec volume create)"
 
 
@@ -94,8 +95,8 @@ def probe_of(value: Any, scope: Scope) -> ReadyProbe | None:
         return None
     interval = seconds_of(value.get("start_interval", value.get("interval", "1s")), scope)
     tries, once = value.get("retries", 3), seconds_of(value.get("timeout", "30s"), scope)
-    if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
-        raise wrong(scope, "retries must be a whole number above 0")
+    if isinstance(tries, bool) or not isinstance(tries, int) or not 1 <= tries <= _TRIES_MAX:
+        raise wrong(scope, f"retries must be a whole number of 1 to {_TRIES_MAX}")
     within = seconds_of(value.get("start_period", "0s"), scope) + tries * (interval + once)
     shell, argv = _test_of(value.get("test"), scope)
     return ReadyProbe(
