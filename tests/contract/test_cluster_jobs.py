@@ -15,7 +15,7 @@ from dsec.backends.fake.backend import FakeBackend
 from dsec.cluster.jobs.keeper import JobKeeper
 from dsec.cluster.jobs.orders import Orders
 from dsec.cluster.jobs.table import Jobs
-from dsec.core.errors import ConflictError, NotFoundError, UnavailableError
+from dsec.core.errors import ConflictError, LimitError, NotFoundError, UnavailableError
 from dsec.core.ids import NodeId
 from dsec.core.spec import Substrate
 from dsec.node.node import Node
@@ -422,6 +422,19 @@ async def test_a_job_is_made_once_and_its_name_is_free_when_it_was_stopped(state
             ("/team", "train"),
             ("/team/below", "train"),
         }
+
+
+async def test_one_project_with_all_below_it_leaves_room_for_jobs_of_others(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec.cluster.jobs.table.JOBS_MAX", 4)
+    async with fakes(tmp_path, pause=()) as nodes, watching(state, nodes) as watcher:
+        for number in range(2):
+            await watcher.jobs.create(LEASE, project=f"/team/{number}", principal="p")
+        with pytest.raises(LimitError, match="/team and the projects below it"):
+            await watcher.jobs.create(LEASE, project="/team/new", principal="p")
+
+        await watcher.jobs.create(LEASE, project="/other", principal="p")
 
 
 async def test_what_is_done_with_a_job_that_is_not_there_is_not_found(state: State, tmp_path: Path) -> None:

@@ -76,6 +76,26 @@ async def test_projects_take_turns_whoever_came_first(queue: CreateQueue) -> Non
     assert done == ["/a", "/b", "/c", "/a", "/b", "/a", "/a", "/a"]
 
 
+async def test_projects_below_one_share_its_turns_and_its_places(queue: CreateQueue) -> None:
+    room, done = Room(), []
+    tasks = [await begin(queue, room, project, done) for project in ("/a/x", "/a/y", "/a/x", "/a/z", "/b", "/b")]
+    for _ in range(6):
+        room.free = 1
+        queue.wake()
+        await eventually(lambda: room.free == 0)
+    await asyncio.gather(*tasks)
+    assert done == ["/a/x", "/b", "/a/y", "/b", "/a/z", "/a/x"]
+
+    waiting = [await begin(queue, room, f"/a/{number}", done) for number in range(8)]
+    with pytest.raises(CapacityError, match="of /a"):
+        await queue.wait("/a/new", "s", room.choose, Patience(60), FULL)
+    waiting.append(await begin(queue, room, "/b", done))
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert len(queue) == 0
+
+
 async def test_one_that_fits_nowhere_holds_up_nobody_who_asks_for_less(queue: CreateQueue) -> None:
     large, small, done = Room(), Room(3), []
     held = [await begin(queue, large, "/a", done, "large") for _ in range(3)]

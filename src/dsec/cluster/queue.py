@@ -1,4 +1,5 @@
-"""Creates that no node takes now: they wait for room, in turn between projects, each for as long as its caller does."""
+"""Creates that no node takes now: they wait for room, in turn between the projects below the root, and within each of
+those between all below it, each for as long as its caller does."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from dsec.core.errors import CapacityError
 from dsec.core.ids import NodeId
 from dsec.core.limits import CREATES_QUEUED_MAX, CREATES_QUEUED_PER_PROJECT_MAX
 from dsec.observe import metrics
+from dsec.wire.node import team_of
 
 _PAUSE_S: Final = 0.02  # between two rounds: news come from many nodes at once
 _VETO_S: Final = 1.0  # for so long a node that has refused is not asked again by the same create
@@ -70,7 +72,8 @@ class CreateQueue:
         self._most = most
         self._per_project = per_project
         self._pause_s = pause_s
-        self._projects: dict[str, deque[_Waiting]] = {}  # in the order of whose turn it is
+        # Of each team, of each of its projects; both in the order of whose turn it is.
+        self._teams: dict[str, dict[str, deque[_Waiting]]] = {}
         self._count = 0
         self._numbers = 0
         self._round: asyncio.TimerHandle | None = None
@@ -113,18 +116,19 @@ class CreateQueue:
     def _enter(
         self, project: str, shape: object, choose: Choose, patience: Patience, refused: CapacityError
     ) -> _Waiting:
-        own = self._projects.get(project, ())
+        lines = self._teams.get(team_of(project), {})
+        own = sum(map(len, lines.values()))
         new = patience.number is None  # else it had its place before others came
-        if new and (self._count >= self._most or len(own) >= self._per_project):
+        if new and (self._count >= self._most or own >= self._per_project):
             metrics.CREATES_QUEUE_FULL.inc()
-            raise _in_vain(refused, f"{self._count} creates wait already, {len(own)} of them of {project}")
+            raise _in_vain(refused, f"{self._count} creates wait already, {own} of them of {team_of(project)}")
         if patience.number is None:
             self._numbers += 1
             patience.number = self._numbers
         turn: asyncio.Future[NodeId] = asyncio.get_running_loop().create_future()
         waiting = _Waiting(patience.number, shape, choose, turn)
         patience.waits(turn)
-        line = self._projects.setdefault(project, deque())
+        line = self._teams.setdefault(team_of(project), lines).setdefault(project, deque())
         # One that had its turn, and was refused by the node, is before those that came after it.
         place = next((index for index, other in enumerate(line) if other.number > waiting.number), len(line))
         line.insert(place, waiting)
@@ -134,12 +138,15 @@ class CreateQueue:
 
     def _leave(self, project: str, waiting: _Waiting) -> None:
         """Out of its line, where it is there yet."""
-        line = self._projects.get(project)
+        lines = self._teams.get(team_of(project), {})
+        line = lines.get(project)
         if line is not None and waiting in line:
             line.remove(waiting)
             self._count -= 1
             if not line:
-                del self._projects[project]
+                del lines[project]
+            if not lines:
+                del self._teams[team_of(project)]
         metrics.CREATES_QUEUED.set(self._count)
 
     def _offer(self) -> None:
@@ -149,15 +156,15 @@ class CreateQueue:
         helped = True
         while helped:
             helped = False
-            for project in list(self._projects):
-                if self._offer_to(project, full):
+            for team in list(self._teams):
+                lines = self._teams[team]
+                if any(self._offer_to(project, lines, full) for project in list(lines)):
                     helped = True
-                    line = self._projects.pop(project, None)
-                    if line:  # it comes last now, in the next round too
-                        self._projects[project] = line
+                    if self._teams.pop(team, None):  # it comes last now, in the next round too
+                        self._teams[team] = lines
 
-    def _offer_to(self, project: str, full: set[object]) -> bool:
-        for waiting in tuple(islice(self._projects[project], _LOOKED_MAX)):
+    def _offer_to(self, project: str, lines: dict[str, deque[_Waiting]], full: set[object]) -> bool:
+        for waiting in tuple(islice(lines[project], _LOOKED_MAX)):
             if waiting.turn.done() or waiting.shape in full:
                 continue
             try:
@@ -170,6 +177,8 @@ class CreateQueue:
             else:
                 waiting.turn.set_result(node)
             self._leave(project, waiting)
+            if (line := lines.pop(project, None)) is not None:
+                lines[project] = line
             return True
         return False
 

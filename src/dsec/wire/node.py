@@ -247,6 +247,12 @@ def project_seen(caller: Caller) -> str | None:
     return None if Right.ADMIN in caller.rights else caller.project
 
 
+def team_of(project: str) -> str:
+    """The project below the root that this one is, or lies in: what is shared out between projects is between these,
+    since whoever manages one makes as many below it as they like."""
+    return "/".join(project.split("/", 2)[:2])
+
+
 def reaches(project: str | None, owner: str) -> bool:
     """Whether a caller of `project` reaches what belongs to `owner`: its own, and those of its sub-projects."""
     return project is None or owner == project or owner.startswith(project.rstrip("/") + "/")

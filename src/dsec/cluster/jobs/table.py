@@ -26,6 +26,7 @@ from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
 from dsec.wire.groups import GroupNote
 from dsec.wire.jobs import Because, JobExtend, JobRequest, JobRow, JobState
+from dsec.wire.node import team_of
 
 log = get_logger(__name__)
 
@@ -262,6 +263,9 @@ class Jobs:
             raise LimitError(f"there are {JOBS_MAX} jobs", hint="remove some that are stopped")
         if sum(row.project == project for row in rows) >= JOBS_PER_PROJECT_MAX:
             raise LimitError(f"the project has {JOBS_PER_PROJECT_MAX} jobs", hint="stop and remove some: dsec job rm")
+        team = team_of(project)
+        if sum(team_of(row.project) == team for row in rows) >= JOBS_MAX // 2:
+            raise LimitError(f"{team} and the projects below it have {JOBS_MAX // 2} jobs", hint="remove some")
 
     async def _follow(self) -> None:
         async with contextlib.aclosing(self._registry.watch(Bucket.JOBS)) as news:
