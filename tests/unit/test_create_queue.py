@@ -14,6 +14,7 @@ import pytest
 from dsec.cluster.fleet import OneNode
 from dsec.cluster.queue import Patience
 from dsec.cluster.rpc import EmbeddedRpc
+from dsec.core import limits
 from dsec.core.errors import CapacityError, EnvironmentNotFoundError
 from dsec.node.service import Service
 from dsec.testing.nodes import FAKE_SPEC, NodeClient, caller_of, fake_node
@@ -82,6 +83,19 @@ async def test_without_patience_a_full_node_refuses_at_once_and_with_it_after_it
         with pytest.raises(CapacityError, match="in vain"):
             await make(fleet, queue_s=0.05, key="k")
         assert len(client.node.registry) == 2
+
+
+async def test_what_would_never_fit_is_refused_at_once(tmp_path: Path, cluster: Cluster) -> None:
+    huge = CreateRequest(spec=msgspec.structs.replace(FAKE_SPEC, memory_bytes=limits.MEMORY_BYTES_MAX))
+    async with alone(tmp_path, memory_overcommit=1.0) as (fleet, _):
+        with pytest.raises(CapacityError, match="more than") as told:
+            await fleet.create(huge, caller=caller_of(), key=None, timeout_s=30.0, patience=Patience(3_600))
+        assert told.value.retry_after_s is None
+    for node in NODES:
+        cluster.beat(node, load=NodeLoad(sandboxes_max=100, memory_promised_bytes_max=1 << 30))
+    with pytest.raises(CapacityError, match="more than") as told:
+        await cluster.one.create(huge, caller=CALLER, key="k", timeout_s=30.0, patience=Patience(3_600))
+    assert told.value.retry_after_s is None
 
 
 async def test_a_caller_who_goes_leaves_nothing_in_the_queue_and_nothing_made(tmp_path: Path) -> None:

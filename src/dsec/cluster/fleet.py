@@ -135,7 +135,7 @@ class OneNode:
                     self._node, Method.CREATE, body, caller=caller, timeout_s=timeout_s, key=key
                 )
             except CapacityError as error:
-                if patience is None:
+                if patience is None or error.detail.get("never"):  # no waiting helps
                     raise
                 self._tries = 0
                 self._listen()

@@ -354,7 +354,7 @@ class _Create:
 
     async def _wait(self, refused: CapacityError) -> NodeId:
         patience, fleet = self._patience, self._fleet
-        if patience is None:
+        if patience is None or refused.detail.get("never"):  # no waiting helps
             raise refused
         before_s = patience.left_s
         node = await fleet.queue.wait(
@@ -411,7 +411,7 @@ class _Create:
         """Than those that have refused. Raises `error` when there is none, and waiting does not help."""
         self._tried.add(node)
         self._vetoes.add(node)
-        if isinstance(error, (NotFoundError, UnsupportedError)):
+        if isinstance(error, (NotFoundError, UnsupportedError)) or error.detail.get("never"):
             self._unfit.add(node)
         if len(self._tried) < _NODES_TRIED_MAX:
             try:
@@ -506,6 +506,8 @@ def _no_node(reasons: Mapping[NodeId, Refusal], ask: Ask, tried: set[NodeId]) ->
     text = f"no node takes a new {ask.substrate} sandbox now" + (f": {'; '.join(texts[:3])}" if texts else "")
     if reasons and not tried and all(reason.code in _LASTING for reason in reasons.values()):
         return UnsupportedError(text)
+    if reasons and not tried and all(reason.code in (*_LASTING, "size") for reason in reasons.values()):
+        return CapacityError(text, hint="ask for less", detail={"never": True})
     return CapacityError(text + (f"; {len(tried)} have refused it" if tried else ""), retry_after_s=1.0)
 
 

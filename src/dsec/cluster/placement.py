@@ -62,7 +62,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`code`: node, closed, substrate, network, feature, device, label, apart, pool, or the dimension that is full."""
+    """`code`: node, closed, substrate, network, feature, device, label, size, apart, pool, or the dimension that is
+    full."""
 
     code: str
     text: str
@@ -176,6 +177,9 @@ def why_not(node: Candidate, ask: Ask, overlay: Overlay) -> Refusal | None:
     for name, value in ask.labels.items():
         if node.labels.get(name) != value:
             return Refusal("label", f"its label {name} is {node.labels.get(name)!r}, not {value!r}")
+    for dimension, amount in ask.amounts.items():
+        if amount > node.room.get(dimension, amount):
+            return Refusal("size", f"{amount} {dimension} are more than the {node.room[dimension]} that it has at all")
     if node.closed is not None:
         return Refusal("closed", node.closed)
     if ask.apart and ask.group is not None and _of_group(node, ask.group, overlay):

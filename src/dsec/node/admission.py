@@ -44,6 +44,12 @@ def refusal(spec: SandboxSpec, room: Room) -> CapacityError | None:
             retry_after_s=RETRY_SOON_S,
         )
     memory_max = memory_promised_max(room.memory_total_bytes, room.memory_overcommit)
+    if spec.memory_bytes > memory_max:  # whatever ends: nobody is told to try again
+        return CapacityError(
+            f"{format_size(spec.memory_bytes)} of memory are more than the {format_size(memory_max)} that it may promise",
+            hint="ask for less memory, or raise memory_overcommit",
+            detail={"never": True},
+        )
     if room.memory_promised_bytes + spec.memory_bytes > memory_max:
         return CapacityError(
             f"{format_size(room.memory_promised_bytes)} of memory are promised; with {format_size(spec.memory_bytes)} "
