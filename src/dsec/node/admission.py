@@ -46,7 +46,7 @@ def refusal(spec: SandboxSpec, room: Room) -> CapacityError | None:
     memory_max = memory_promised_max(room.memory_total_bytes, room.memory_overcommit)
     if spec.memory_bytes > memory_max:  # whatever ends: nobody is told to try again
         return CapacityError(
-            f"{format_size(spec.memory_bytes)} of memory are more than {format_size(memory_max)}, which is all there is",
+            f"{format_size(spec.memory_bytes)} of memory are more than {format_size(memory_max)}, which is all it has",
             hint="ask for less memory, or raise memory_overcommit",
             detail={"never": True},
         )
