@@ -284,3 +284,15 @@ def test_batches_are_bounded_in_number_and_bytes() -> None:
 
     assert [len(batch) for batch in batches([event(n) for n in range(1, 300)])] == [128, 128, 43]
     assert [len(batch) for batch in batches(large)] == [2, 2, 1]
+
+
+async def test_the_tail_is_bounded_in_bytes_whatever_a_record_has(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsec.cluster.events.EVENTS_TAIL_BYTES_MAX", 100_000)
+    async with tail_of(log) as tail:
+        for number in range(4):
+            body = pack(Events((event(number + 1, labels={"a": "x" * 40_000}),)))
+            await log.append(LogStream.EVENTS, node_subject(NODE), body, id=f"{number}")
+        await eventually(lambda: tail._end == 5)
+
+        assert (len(tail._kept), len(tail._sizes), tail._floor) == (2, 2, 3)
+        assert [one.number for one in await told(tail)] == [1, 2, 3, 4]

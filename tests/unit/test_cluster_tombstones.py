@@ -12,12 +12,12 @@ import pytest
 
 from dsec.cluster.events import events_of
 from dsec.cluster.leases import RegistryLease
-from dsec.cluster.log import LogStream, node_subject, verdict_subject
+from dsec.cluster.log import Log, LogStream, node_subject, verdict_subject
 from dsec.cluster.many import ManyNodes
-from dsec.cluster.members.nodes import Nodes, NodeState
+from dsec.cluster.members.nodes import Nodes, NodeState, NodeView
 from dsec.cluster.members.rulings import want
 from dsec.cluster.members.watcher import Watcher
-from dsec.cluster.registry import Bucket
+from dsec.cluster.registry import Bucket, Registry
 from dsec.cluster.tombstones import Living, TombstoneRpc
 from dsec.core.errors import GoneError, NodeRetiredError, SandboxNotFoundError, UnavailableError
 from dsec.core.ids import NodeId, SandboxId, new_sandbox_id
@@ -301,3 +301,40 @@ async def test_of_too_many_the_youngest_are_kept(cluster: Cluster, monkeypatch: 
     assert [(await cluster.ask(id)).cause for id in ids[2:]] == ["node_lost"] * 2
     with pytest.raises(NodeRetiredError):
         await cluster.ask(ids[0])
+
+
+async def test_what_a_node_has_told_without_measure_keeps_nothing_else_from_being_buried(cluster: Cluster) -> None:
+    huge, real = new_sandbox_id(NODE), new_sandbox_id(NODE)
+    await cluster.tell(event(1, "created", huge, labels={"a": "x" * 100_000}), event(2, "created", real))
+    await cluster.lose()
+    await cluster.watcher.look()
+    await eventually(cluster.buried)
+
+    assert (await cluster.ask(real)).cause == "node_lost"
+    with pytest.raises(NodeRetiredError):
+        await cluster.ask(huge)
+
+
+async def test_a_node_that_cannot_be_buried_does_not_keep_others_from_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.lose()
+    other = cluster.nodes.find(OTHER)
+    assert other is not None
+    monkeypatch.setattr(other, "ruling", msgspec.structs.replace(other.ruling, wanted=Wanted.RETIRE))
+    asked: list[str] = []
+
+    async def fails(registry: Registry, log: Log, view: NodeView, *_: Any, **more: Any) -> int:
+        asked.append(view.id)
+        raise UnavailableError("never")
+
+    monkeypatch.setattr("dsec.cluster.members.watcher.bury", fails)
+    for _ in range(4):
+        before = len(asked)
+        await cluster.clock.advance(0.1)
+        cluster.watcher._bury_next()
+        await eventually(lambda before=before: len(asked) > before)
+        await cluster.watcher._end_burial()
+
+    assert min(NODE, OTHER) in asked
+    assert max(NODE, OTHER) in asked

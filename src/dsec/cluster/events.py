@@ -11,7 +11,7 @@ from dsec.cluster.log import OF_NODE, VERDICT, Log, LogStream, Record
 from dsec.cluster.rpc import EmbeddedRpc
 from dsec.core.errors import DsecError, InvalidArgumentError, ProtocolError, UnsupportedError
 from dsec.core.ids import NodeId, node_of, parse_sandbox_id
-from dsec.core.limits import EVENTS_READ_MAX, EVENTS_TAIL_MAX
+from dsec.core.limits import EVENTS_READ_MAX, EVENTS_TAIL_BYTES_MAX, EVENTS_TAIL_MAX
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
 from dsec.wire.events import Event, EventKind, EventQuery, Events
@@ -64,7 +64,8 @@ class EventTail:
         self.origin = origin
         self._log = log
         self._kept: deque[tuple[int, tuple[Event, ...]]] = deque()
-        self._count = 0
+        self._sizes: deque[int] = deque()  # of each in bytes
+        self._count = self._bytes = 0
         self._floor = 0  # from this record on all are kept
         self._end = 0  # the next record's number, at least
         self._bell = Bell()
@@ -112,14 +113,18 @@ class EventTail:
     def _keep(self, record: Record) -> None:
         if record.sequence != self._end:  # the log has lost what was in between: it is asked, and says so
             self._kept.clear()
-            self._count, self._floor = 0, record.sequence
+            self._sizes.clear()
+            self._count, self._bytes, self._floor = 0, 0, record.sequence
         events = events_of(record)
         self._kept.append((record.sequence, events))
+        self._sizes.append(len(record.body))
         self._count += len(events) + 1
+        self._bytes += len(record.body)
         self._end = record.sequence + 1
-        while self._count > EVENTS_TAIL_MAX:
+        while self._count > EVENTS_TAIL_MAX or self._bytes > EVENTS_TAIL_BYTES_MAX:
             old, gone = self._kept.popleft()
             self._count -= len(gone) + 1
+            self._bytes -= self._sizes.popleft()
             self._floor = old + 1
         self._bell.ring()
 

@@ -21,7 +21,7 @@ from dsec.cluster.rpc import Rpc
 from dsec.core.clock import Clock
 from dsec.core.errors import NodeRetiredError, ProtocolError, SandboxNotFoundError
 from dsec.core.ids import NodeId
-from dsec.core.limits import TOMBSTONE_TTL_S, TOMBSTONES_OF_NODE_MAX
+from dsec.core.limits import REGISTRY_VALUE_BYTES_MAX, TOMBSTONE_TTL_S, TOMBSTONES_OF_NODE_MAX
 from dsec.core.states import ENDED, EndCause, SandboxState
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
@@ -39,7 +39,8 @@ _TOLD: Final = frozenset((Method.GET, Method.DESTROY))  # of one that has ended,
 
 
 class Living:
-    """What there is of one node's, after all that it has told in order: of each its last event, with its figures."""
+    """What there is of one node's, after all that it has told in order: of each its last event, with its figures. Of
+    too many those that were told of last, which are the likeliest to be asked for."""
 
     def __init__(self) -> None:
         self.found: dict[str, Event] = {}
@@ -54,6 +55,8 @@ class Living:
             if event.kind not in ENDS:
                 made = event.made or (None if before is None else before.made)
                 self.found[event.sandbox] = msgspec.structs.replace(event, made=made)
+                if len(self.found) > TOMBSTONES_OF_NODE_MAX:
+                    del self.found[next(iter(self.found))]
 
 
 def tombstone_of(event: Event, cause: EndCause, at: float) -> Sandbox:
@@ -92,7 +95,9 @@ async def bury(registry: Registry, events: Log, view: NodeView, cause: EndCause,
         after = records[-1].sequence
         for record in records:
             living.take(events_of(record))
-    left = sorted(living.found.values(), key=lambda event: event.number)
+    # What no sandbox can have, and what could not be written, is passed over: it must not hold the others up.
+    found = [event for event in living.found.values() if len(pack(event)) <= REGISTRY_VALUE_BYTES_MAX // 2]
+    left = sorted(found, key=lambda event: event.number)
     turn = asyncio.Semaphore(_WRITES_AT_ONCE)
 
     async def write(event: Event) -> None:
@@ -102,7 +107,7 @@ async def bury(registry: Registry, events: Log, view: NodeView, cause: EndCause,
             await registry.put(Bucket.SANDBOXES, key, body, ttl_s=TOMBSTONE_TTL_S)
 
     async with asyncio.TaskGroup() as group:
-        for event in left[-TOMBSTONES_OF_NODE_MAX:]:  # the youngest are the likeliest to be asked for
+        for event in left:
             group.create_task(write(event))
     ends = [
         msgspec.structs.replace(event, kind=str(EventKind.FAILED), at=at, number=0, cause=str(cause), made=None)

@@ -254,6 +254,7 @@ EVENTS_READ_MAX: Final = 256  # looked at for one piece of an answer: bounds its
 EVENTS_RECORD_MAX: Final = 128  # told to the log as one record, in one round trip; with labels at most 128 KiB
 EVENTS_RECORD_BYTES_MAX: Final = 128 * KIB  # of such a record: below LOG_RECORD_BYTES_MAX by more than one event
 EVENTS_TAIL_MAX: Final = 16_384  # kept in memory by a replica, some 500 bytes each; who is further behind reads the log
+EVENTS_TAIL_BYTES_MAX: Final = 64 * MIB  # of those records, whatever a node has put into them
 EVENTS_QUIET_S: Final = 15.0  # without an event a reader is told how far it is, and proxies that it lives
 EVENT_NUMBER_MAX: Final = (1 << 63) - 1  # what a journal and a log count to
 

@@ -61,6 +61,7 @@ class Watcher:
         self._renew_at = 0.0
         self._frozen = False
         self._burial: asyncio.Task[None] | None = None
+        self._tried: dict[NodeId, float] = {}  # when each was buried, or was tried to be
         self._states: dict[NodeId, NodeState] | None = None  # as they were told of; None: not by us
         self._jobs = None if jobs is None else jobs(lambda: self.acts)
 
@@ -116,8 +117,10 @@ class Watcher:
             return
         gone = (NodeState.LOST, NodeState.RETIRED)
         left = [view for view in self._nodes if view.member is not None and view.state(now) in gone and not view.buried]
-        if left:
-            self._burial = asyncio.create_task(self._bury(min(left, key=lambda view: view.id)), name="bury")
+        if left:  # one that fails comes after the others
+            view = min(left, key=lambda view: (self._tried.get(view.id, 0.0), view.id))
+            self._tried[view.id] = now
+            self._burial = asyncio.create_task(self._bury(view), name="bury")
 
     async def _bury(self, view: NodeView) -> None:
         member = view.member
