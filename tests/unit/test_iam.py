@@ -212,6 +212,19 @@ async def test_tokens_that_have_ended_make_room_when_there_are_too_many(
     await again.close()
 
 
+async def test_a_token_of_a_project_that_has_many_is_rotated_when_some_are_over(
+    iam: Iam, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(directory_module._MOST, "tokens", 6)
+    text, token = await iam.tokens.create("ci", project="/a", right="use", by=ADMIN)
+    for _ in range(2):
+        await iam.tokens.create("short", project="/a", right="use", ttl_s=10, by=ADMIN)
+    clock.now += 11
+
+    _, new = await iam.tokens.rotate(token.id, overlap_s=60, by=iam.directory.authenticate(text))
+    assert new.family == token.id
+
+
 async def test_one_project_leaves_room_for_others(iam: Iam, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(directory_module._MOST, "tokens", 8)
     agent = await holder(iam, "agent", "/a/b", "manage")

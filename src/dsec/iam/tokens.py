@@ -107,7 +107,8 @@ class Tokens:
                 change.put(who)
             return row
 
-        await directory.make_room("/")
+        known = directory.view.token(id)
+        await directory.make_room("/" if known is None else known.project)
         return text, await directory.change(decide)
 
     def list(self, *, by: Principal) -> list[TokenRow]:
