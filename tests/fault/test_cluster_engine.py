@@ -203,6 +203,18 @@ async def test_a_nodes_credentials_reach_no_others_records_by_headers_replies_or
     assert await registry.get(Bucket.MEMBERS, node) is None
 
 
+async def test_a_cluster_that_nothing_has_set_up_yet_is_waited_for(tmp_path: Path) -> None:
+    async with nats_servers(tmp_path / "nats") as servers:
+        engine = await servers.connect()
+        await engine.ask(f"STREAM.DELETE.{engine.layout.bucket_stream(Bucket.MEMBERS)}", {}, dict)
+
+        # Nodes try again after this error, and end with any other.
+        with pytest.raises(UnavailableError, match="nothing of this cluster") as raised:
+            await EngineRegistry(engine).get(Bucket.MEMBERS, str(new_node_id()))
+
+    assert "dsec api" in str(raised.value)
+
+
 async def test_credentials_of_nobody_are_refused(servers: NatsServers) -> None:
     forged = user_credentials(SigningKey.generate("account"), "x", servers.layout.control_rights())
     with pytest.raises((ForbiddenError, UnavailableError), match=r"(?i)authorization|credentials"):

@@ -272,7 +272,7 @@ async def test_a_named_node_and_the_one_with_the_environment_are_chosen(cluster:
     named = CreateRequest(spec=msgspec.structs.replace(request().spec, place=spec.Place(node=NODES[3])))
     assert (await cluster.one.create(named, caller=CALLER, key="n", timeout_s=60)).node == NODES[3]
     unknown = CreateRequest(spec=msgspec.structs.replace(request().spec, place=spec.Place(node="zzzzzzzz")))
-    with pytest.raises(UnsupportedError, match="another node"):
+    with pytest.raises(UnsupportedError, match="node zzzzzzzz, which was asked for"):
         await cluster.one.create(unknown, caller=CALLER, key=None, timeout_s=60)
 
 

@@ -255,7 +255,7 @@ class ManyNodes:
         if len(live) > 1:
             raise InvalidArgumentError(
                 f"{method} is of one node, and there are {len(live)}",
-                hint="name it in the header Dsec-Node; `dsec cluster nodes` lists them",
+                hint="name it: `dsec --node NODE …`, or the header Dsec-Node; `dsec cluster nodes` lists them",
             )
         return live[0].id
 
@@ -502,6 +502,11 @@ def _check_page(page: SandboxPage, node: NodeId, query: ListQuery) -> None:
 
 
 def _no_node(reasons: Mapping[NodeId, Refusal], ask: Ask, tried: set[NodeId]) -> DsecError:
+    if ask.node is not None and reasons and ask.node not in reasons and not tried:
+        return UnsupportedError(
+            f"node {ask.node}, which was asked for, is away or not in this cluster",
+            hint="`dsec cluster nodes` lists its nodes",
+        )
     texts = sorted({reason.text for reason in reasons.values()})
     text = f"no node takes a new {ask.substrate} sandbox now" + (f": {'; '.join(texts[:3])}" if texts else "")
     if reasons and not tried and all(reason.code in _LASTING for reason in reasons.values()):

@@ -17,7 +17,7 @@ VARIABLES: Final = {
     "DSEC_CONFIG": "configuration file of the service, instead of /etc/dsec/dsec.toml",
     "DSEC_LISTEN": "HOST:PORT on which the service listens on TCP, beside its socket",
     "DSEC_SUBSTRATES": "substrates that the service offers, separated by commas",
-    "DSEC_JOIN": "NATS servers of the cluster, separated by commas, for `dsec api`, `dsec node` and `dsec watcher`",
+    "DSEC_JOIN": "NATS servers of the cluster, separated by commas, for its processes and `dsec cluster`",
     "DSEC_IDENTITY": "directory with this machine's identity in its cluster, instead of /etc/dsec/identity",
     "DSEC_LOG_LEVEL": "debug, info, warning or error",
 }

@@ -71,6 +71,14 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         if self.advertise is not None:
             host_port(self.advertise)
 
+    def check_servers(self) -> None:
+        """Raises InvalidArgumentError: without a name the client of NATS looks for one for ever."""
+        if not self.servers:
+            raise InvalidArgumentError(
+                "no NATS server is named",
+                hint="--join tls://HOST:4222, DSEC_JOIN, or cluster.servers in the configuration",
+            )
+
     def log_size(self) -> int:
         return parse_size(self.log_bytes_max, "log_bytes_max")
 

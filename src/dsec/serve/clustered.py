@@ -32,7 +32,7 @@ from dsec.cluster.members.watcher import Watcher
 from dsec.cluster.publishing import EventPublisher
 from dsec.cluster.tombstones import TombstoneRpc
 from dsec.core.clock import SystemClock
-from dsec.core.errors import DsecError, InvalidArgumentError, NodeRetiredError, PlatformError, UnavailableError
+from dsec.core.errors import DsecError, NodeRetiredError, PlatformError, UnavailableError
 from dsec.core.limits import CARD_IMAGES_BYTES_MAX, DEVICE_KINDS_MAX
 from dsec.node.devices import Devices
 from dsec.node.events import event_of
@@ -61,10 +61,7 @@ class _Clustered:
     """What the three have in common."""
 
     def __init__(self, config: ServeConfig, *, node: bool) -> None:
-        if not config.cluster.servers:
-            raise InvalidArgumentError(
-                "no NATS server is named", hint="--join tls://HOST:4222, or cluster.servers in the configuration"
-            )
+        config.cluster.check_servers()
         self.config = config
         self.live = LiveIdentity(Path(config.cluster.identity))
         self.identity.check_role(node=node)

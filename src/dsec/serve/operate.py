@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import secrets
 import sys
@@ -42,6 +43,8 @@ def run_operation(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
     if operation == "issue":
         return _issue(options, names)
     if operation in ("nodes", *_WANTED):
+        # On TLS that was begun later asyncio warns of each end of a connection, on stderr.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
         return asyncio.run(_ask(options, flags))
     raise InvalidArgumentError(
         f"there is no `dsec cluster {operation}`", hint=f"init, issue, nodes, {', '.join(_WANTED)}"
@@ -55,10 +58,11 @@ def _init(options: argparse.Namespace, directory: str) -> int:
 
 
 def _issue(options: argparse.Namespace, names: list[str]) -> int:
-    if len(names) < 2 or names[0] not in _ISSUED:
-        raise InvalidArgumentError(
-            "issue what, and into which directory?", hint="dsec cluster issue node|api|nats DIR [NAME…] --authority DIR"
-        )
+    usage = "dsec cluster issue node|api|nats DIR [NAME…] --authority DIR"
+    if names and names[0] not in _ISSUED:
+        raise InvalidArgumentError(f"there is no identity of {names[0][:80]!r}", hint=usage)
+    if len(names) < 2:
+        raise InvalidArgumentError("issue what, and into which directory?", hint=usage)
     what, into, more = names[0], Path(names[1]), names[2:]
     if options.authority is None:
         raise InvalidArgumentError("--authority names the directory that `dsec cluster init` has made")
@@ -81,6 +85,7 @@ def _issue(options: argparse.Namespace, names: list[str]) -> int:
 
 async def _ask(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
     config = load_config(flags, os.environ, file=options.config)
+    config.cluster.check_servers()
     identity = Identity.load(Path(config.cluster.identity))
     identity.check_role(node=False)
     who = f"operator-{secrets.token_hex(4)}"

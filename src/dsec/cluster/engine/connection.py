@@ -47,6 +47,7 @@ _REFUSALS_MAX: Final = 64
 _WRONG_SEQUENCE: Final = frozenset((10071, 10164))
 _FULL: Final = frozenset((10047, 10077, 10122))
 _NO_MESSAGE: Final = 10037
+_NO_STREAM: Final = 10059
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 
 
@@ -314,7 +315,11 @@ class Engine:
                 hint="issue its credentials again: dsec cluster issue",
             )
         servers = ", ".join(self.settings.servers)
-        return UnavailableError(f"cannot connect to the engine at {servers}: {text}", outcome=Outcome.UNCHANGED)
+        return UnavailableError(
+            f"cannot connect to the engine at {servers}: {text}",
+            outcome=Outcome.UNCHANGED,
+            hint="is the NATS server running, and reached by this name? Its log says what it refuses",
+        )
 
 
 class _NotNow(Exception):
@@ -336,6 +341,12 @@ def _error(error: ApiError, what: str) -> Exception:
             f"the engine has no room: {error.description}",
             outcome=Outcome.UNCHANGED,
             hint="give its stream or its disk more room",
+        )
+    if error.err_code == _NO_STREAM:
+        return UnavailableError(
+            "the engine has nothing of this cluster yet",
+            outcome=Outcome.UNCHANGED,
+            hint="`dsec api` and `dsec watcher` set it up when they start",
         )
     if error.code in (503, 408) or error.err_code == 10158:
         return _NotNow(error.description)

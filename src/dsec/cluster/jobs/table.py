@@ -249,7 +249,9 @@ class Jobs:
         entry = await self._registry.get(Bucket.JOBS, key_of(project, name))
         row = None if entry is None else _read(entry.value)
         if entry is None or row is None:
-            raise NotFoundError(f"there is no job {name[:80]!r}")
+            raise NotFoundError(
+                f"there is no job {name[:80]!r}", hint="`dsec job ls` shows them; other projects' are never shown"
+            )
         return row, entry.revision
 
     def _moved(self, row: JobRow, state: JobState, because: Because) -> JobRow:
