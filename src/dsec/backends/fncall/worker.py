@@ -80,7 +80,9 @@ class Worker:
             launched.remove()
             if isinstance(error, TimeoutError):
                 raise SandboxFaultError(
-                    "a place for calls was not ready in time", sandbox=launched.instance.id
+                    "a place for calls was not ready in time",
+                    sandbox=launched.instance.id,
+                    hint="the node is slow, or the environment lacks a part of the interpreter (python3-minimal does)",
                 ) from error
             raise
 
