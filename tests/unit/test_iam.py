@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -25,7 +23,7 @@ from dsec.core.errors import (
 from dsec.core.limits import IAM_STALE_S
 from dsec.iam import directory as directory_module
 from dsec.iam import store as store_module
-from dsec.iam.peers import Peer, local_principal, peer_of
+from dsec.iam.peers import Peer, local_principal
 from dsec.iam.principals import ALL_RIGHTS, Principal, Right, closed_rights
 from dsec.iam.projects import lineage, parent_of, parse_project, reaches
 from dsec.iam.service import Iam
@@ -581,24 +579,3 @@ def test_reaching_is_an_order(one: str, two: str, three: str) -> None:
     if reaches(one, two) and reaches(two, one):
         assert one == two
     assert reaches(one, two) == (two.split("/")[: len(one.split("/"))] == one.split("/") or one == "/")
-
-
-# ---- the local socket ----------------------------------------------------------------------------
-
-
-def test_the_kernel_says_who_is_at_the_other_end() -> None:
-    one, other = socket.socketpair()
-    with one, other:
-        peer = peer_of(one)
-    with socket.socket(socket.AF_INET) as tcp:
-        assert peer_of(tcp) is None
-
-    assert peer == Peer(os.getpid(), os.geteuid(), os.getegid())
-
-
-def test_root_and_the_nodes_own_uid_are_admin_and_nobody_else_is() -> None:
-    for uid in (0, 1000):
-        who = local_principal(Peer(1, uid, uid), own_uid=1000)
-        assert (who.project, who.rights) == ("/", ALL_RIGHTS)
-    with pytest.raises(ForbiddenError, match="uid 1001"):
-        local_principal(Peer(1, 1001, 0), own_uid=1000)
