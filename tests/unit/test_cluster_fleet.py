@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsec.cluster.many import ManyNodes
-from dsec.cluster.members.nodes import Nodes
+from dsec.cluster.members.nodes import SUSPECT_S, Nodes
 from dsec.cluster.members.rulings import want
 from dsec.cluster.pages import merge_pages
 from dsec.cluster.placement import Burst
@@ -268,12 +268,29 @@ async def test_a_named_node_and_the_one_with_the_environment_are_chosen(cluster:
     await cluster.state.registry.put(Bucket.NODES, NODES[1], pack(card))
     await until(lambda: any(view.card is not None and view.card.images for view in cluster.view))
     assert {(await cluster.create()).node for _ in range(5)} == {NODES[1]}
+    assert {cluster.one.node_for(Method.CALL, None, image="base") for _ in range(20)} == {NODES[1]}
+    assert len({cluster.one.node_for(Method.CALL, None, image="another") for _ in range(100)}) > 1
 
     named = CreateRequest(spec=msgspec.structs.replace(request().spec, place=spec.Place(node=NODES[3])))
     assert (await cluster.one.create(named, caller=CALLER, key="n", timeout_s=60)).node == NODES[3]
     unknown = CreateRequest(spec=msgspec.structs.replace(request().spec, place=spec.Place(node="zzzzzzzz")))
     with pytest.raises(UnsupportedError, match="node zzzzzzzz, which was asked for"):
         await cluster.one.create(unknown, caller=CALLER, key=None, timeout_s=60)
+
+
+async def test_an_environment_that_no_node_has_may_be_on_one_that_is_away(cluster: Cluster) -> None:
+    for node in cluster.nodes:
+        node.fails = [EnvironmentNotFoundError("not here", hint="build it")] * 2
+    with pytest.raises(EnvironmentNotFoundError) as told:
+        await cluster.create()
+    assert told.value.hint == "build it"
+
+    await cluster.clock.advance(SUSPECT_S + 1)
+    for node in NODES[:3]:
+        cluster.beat(node)
+    with pytest.raises(EnvironmentNotFoundError) as told:
+        await cluster.create()
+    assert told.value.hint == f"it may be on nodes that do not answer now ({NODES[3]}); build it"
 
 
 async def test_what_overflows_goes_to_nodes_of_the_pool_and_is_refused_in_words(cluster: Cluster) -> None:

@@ -211,9 +211,13 @@ class Request:
 
     # ---- asking the node -------------------------------------------------------------------------
 
-    async def call(self, method: Method, record: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> bytes:
+    async def call(
+        self, method: Method, record: Any, *, timeout_s: float = CALL_TIMEOUT_S, image: str | None = None
+    ) -> bytes:
+        """`image`: the environment that the node is to have, of what any node may do."""
+        node = self._node(method, image)
         return await self.services.rpc.call(
-            self._node(method), method, pack(record), caller=self.caller, timeout_s=timeout_s, key=self.key
+            node, method, pack(record), caller=self.caller, timeout_s=timeout_s, key=self.key
         )
 
     async def keyed(self, method: Method, record: Any, *, timeout_s: float) -> bytes:
@@ -225,10 +229,16 @@ class Request:
         return await work if self.key is None else await asyncio.shield(self.services.keeper.start(work))
 
     async def forward(
-        self, method: Method, record: Any, answer: type[Any], *, timeout_s: float = CALL_TIMEOUT_S
+        self,
+        method: Method,
+        record: Any,
+        answer: type[Any],
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+        image: str | None = None,
     ) -> Answer:
         """The node's answer, as JSON."""
-        return Answer(to_json(unpack(await self.call(method, record, timeout_s=timeout_s), answer)))
+        return Answer(to_json(unpack(await self.call(method, record, timeout_s=timeout_s, image=image), answer)))
 
     async def open(self, method: Method, record: Any) -> Stream:
         """Raises CapacityError when the caller's project has too many. It ends when the token does."""
@@ -250,12 +260,13 @@ class Request:
         check = None if authorization is None else lambda: gate.principal(authorization, self.peer, within)
         return streams.add(stream, project, check, self._cut)
 
-    def _node(self, method: Method) -> NodeId:
+    def _node(self, method: Method, image: str | None = None) -> NodeId:
         assert self.found is not None
         if "id" in self.found.segments:
             return node_of(self.sandbox)
-        named = self.header(b"dsec-node")
-        return self.services.fleet.node_for(method, None if named is None else text_of(named, "the Dsec-Node header"))
+        header = self.header(b"dsec-node")
+        named = None if header is None else text_of(header, "the Dsec-Node header")
+        return self.services.fleet.node_for(method, named, image=image)
 
     # ---- answering -------------------------------------------------------------------------------
 

@@ -29,8 +29,9 @@ _SELF: Final = Caller(principal="api", project="/", rights=frozenset({Right.READ
 
 
 class Fleet(Protocol):
-    def node_for(self, method: Method, named: str | None) -> NodeId:
+    def node_for(self, method: Method, named: str | None, *, image: str | None = None) -> NodeId:
         """Who does what is not about one sandbox. `named`: the node that the caller asked for.
+        `image`: the environment that it needs, where any node would do.
 
         Raises InvalidArgumentError when there are several and none is named, NodeRetiredError, UnavailableError.
         """
@@ -97,7 +98,7 @@ class OneNode:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
 
-    def node_for(self, method: Method, named: str | None) -> NodeId:
+    def node_for(self, method: Method, named: str | None, *, image: str | None = None) -> NodeId:
         return self._node if named is None else NodeId(named)
 
     def nodes(self) -> Sequence[NodeId]:

@@ -67,6 +67,7 @@ _ANYWHERE: Final = frozenset((Method.CALL, Method.CALL_TYPES))
 _REFUSALS: Final = (CapacityError, NotFoundError, UnsupportedError)
 _LASTING: Final = frozenset(("node", "substrate", "network", "feature", "device", "label"))
 _HEARTBEAT_LAG_S: Final = 1.0
+_NAMED_MAX: Final = 5
 
 
 class ManyNodes:
@@ -120,6 +121,12 @@ class ManyNodes:
             raise DeadlineError(
                 f"the create was not done within {timeout_s:g} s", hint="ask again with the same Idempotency-Key"
             ) from error
+
+    def away(self) -> list[NodeId]:
+        """Those that do not answer, and may again."""
+        now = self._clock.monotonic_s()
+        silent = (NodeState.SUSPECT, NodeState.AWAY, NodeState.LOST)
+        return [view.id for view in self._nodes if view.member is not None and view.state(now) in silent]
 
     async def node_of_key(self, project: str, key: str) -> NodeId | None:
         return await self._operations.node_of(project, key)
@@ -242,7 +249,7 @@ class ManyNodes:
 
     # -- the rest ----------------------------------------------------------------------------------
 
-    def node_for(self, method: Method, named: str | None) -> NodeId:
+    def node_for(self, method: Method, named: str | None, *, image: str | None = None) -> NodeId:
         if named is not None:
             return parse_node_id(named)
         now = self._clock.monotonic_s()
@@ -251,6 +258,7 @@ class ManyNodes:
             raise UnavailableError("no node of the cluster is there", outcome=Outcome.UNCHANGED, retry_after_s=1.0)
         if method in _ANYWHERE:
             new = [view for view in live if view.takes_new(now)] or live
+            new = [view for view in new if view.card is not None and image in view.card.images] or new
             return min(new, key=lambda view: (_fullness(view), self._rng.random())).id
         if len(live) > 1:
             raise InvalidArgumentError(
@@ -418,6 +426,9 @@ class _Create:
                 return self._choose(self._tried)
             except CapacityError:
                 pass  # the node's own word says more
+        if isinstance(error, NotFoundError) and (away := self._fleet.away()):
+            names = ", ".join(sorted(away)[:_NAMED_MAX])
+            error.hint = f"it may be on nodes that do not answer now ({names}); {error.hint or 'ask again later'}"
         if not isinstance(error, CapacityError):
             raise error
         return await self._wait(error)

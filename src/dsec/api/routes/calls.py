@@ -11,7 +11,7 @@ from dsec.wire.node import Method, Nothing, Right
 async def call(request: Request) -> Answer:
     body = await request.record(CallRequest)
     timeout_s = time_allowed_s(body) + CALL_TIMEOUT_S + CALL_MARGIN_S
-    return await request.forward(Method.CALL, body, CallAnswer, timeout_s=timeout_s)
+    return await request.forward(Method.CALL, body, CallAnswer, timeout_s=timeout_s, image=body.environment.base)
 
 
 async def list_types(request: Request) -> Answer:

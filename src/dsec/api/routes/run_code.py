@@ -17,9 +17,10 @@ _ENVIRONMENT: Final = "base"
 
 async def run_code(request: Request) -> Answer:
     body = await request.record(RunCodeRequest)
-    call = request_of(body, request.query["environment"] or _ENVIRONMENT)
+    environment = request.query["environment"] or _ENVIRONMENT
+    call = request_of(body, environment)
     timeout_s = time_allowed_s(call) + CALL_TIMEOUT_S + CALL_MARGIN_S
-    answer = unpack(await request.call(Method.CALL, call, timeout_s=timeout_s), CallAnswer)
+    answer = unpack(await request.call(Method.CALL, call, timeout_s=timeout_s, image=environment), CallAnswer)
     return Answer(to_json(answer_of(answer, body)))
 
 
