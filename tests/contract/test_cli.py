@@ -73,6 +73,14 @@ def test_create_answers_in_json(cli: Command) -> None:
     assert cli.json("rm", made["id"]) == {"destroyed": [made["id"]]}
 
 
+def test_sandboxes_are_paused_and_resumed(cli: Command, sb: dsec.Sandbox) -> None:
+    assert f"{sb.id} is paused" in cli.run("pause", "box", sb.id).stderr.decode()
+    assert cli.json("ls")[0]["state"] == "paused"
+    assert [info["state"] for info in cli.json("resume", "box")] == ["running"]
+    cli("pause", "--deep", "box", status=125)  # that is of virtual machines
+    cli("pause", "nobody", status=125)
+
+
 def test_a_command_has_its_output_and_status(cli: Command, sb: dsec.Sandbox) -> None:
     done = cli.run("exec", "-c", "box", "echo out; echo err >&2; exit 7")
     assert (done.returncode, done.stdout, done.stderr) == (7, b"out\n", b"err\n")

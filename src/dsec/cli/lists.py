@@ -1,9 +1,10 @@
-"""`dsec create`, `dsec ls`, `dsec rm`: which sandboxes there are."""
+"""`dsec create`, `dsec ls`, `dsec pause`, `dsec resume`, `dsec rm`: which sandboxes there are."""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,12 +42,18 @@ from dsec.cli.options import (
 from dsec.cli.pages import command
 from dsec.cli.volumes import mounts
 
+if TYPE_CHECKING:
+    from dsec.sdk.sandbox import AsyncSandbox
+    from dsec.wire.records import Sandbox as SandboxInfo
+
 _STATES = ("creating", "running", "pausing", "paused", "resuming", "destroying", "gone", "failed")
 
 
 def register(app: typer.Typer) -> None:
     command(app, create)
     command(app, ls)
+    command(app, pause)
+    command(app, resume)
     command(app, rm)
 
 
@@ -176,6 +183,36 @@ def ls(
         table(("ID", "NAME", "STATE", "ENVIRONMENT", "JOB", "AGE", "EXECS", "LABELS"), rows)
 
     run_async(work())
+
+
+_Some = Annotated[list[str], typer.Argument(metavar="SANDBOX…", help="Ids or names.", autocompletion=complete_sandbox)]
+
+
+def pause(
+    sandboxes: _Some,
+    deep: Annotated[bool, typer.Option("--deep", help="Memory to the disk too (virtual machines).")] = False,
+    json: Json = False,
+) -> None:
+    """Stop all that runs in sandboxes, and keep it."""
+    run_async(_changed(sandboxes, lambda sandbox: sandbox.pause(deep=deep)))
+
+
+def resume(sandboxes: _Some, json: Json = False) -> None:
+    """Let paused sandboxes go on."""
+    run_async(_changed(sandboxes, lambda sandbox: sandbox.resume()))
+
+
+async def _changed(names: list[str], change: Callable[[AsyncSandbox], Awaitable[SandboxInfo]]) -> None:
+    """One by one: what was done before one that fails has been told."""
+    async with client() as c:
+        infos = []
+        for id in dict.fromkeys([await find_id(c, name) for name in names]):
+            info = await change(await c.get(id))
+            infos.append(info)
+            if not settings.json:
+                say(f"{id} is {info.state}")
+        if settings.json:
+            put_json(infos)
 
 
 def rm(

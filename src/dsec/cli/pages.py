@@ -232,6 +232,18 @@ PAGES: Final[dict[str, Page]] = {
         (("dsec ls", "what lives"), ("dsec ls -q --label run=7", "ids of some")),
         f"a list of {_SANDBOX.removeprefix('a ')}s",
     ),
+    "pause": Page(
+        "It takes no processor; its memory stays, and goes to swap where the node pages out. The next use resumes it, "
+        "and its times to live stand still. With --deep a virtual machine's memory goes to the disk, and it outlives a "
+        "reboot of its node.",
+        (("dsec pause box", "until it is used again"), ("dsec pause --deep vm", "keeps no memory")),
+        f"a list of {_SANDBOX.removeprefix('a ')}s",
+    ),
+    "resume": Page(
+        "One that runs already is fine.",
+        (("dsec resume box", "before its next use, which would do it"),),
+        f"a list of {_SANDBOX.removeprefix('a ')}s",
+    ),
     "rm": Page(
         "All that runs in it is killed, and its files are removed. One that has ended already is fine.",
         (("dsec rm box", "by name"), ("dsec rm --label run=7", "by label"), ("dsec rm --all", "every one of yours")),
