@@ -15,7 +15,7 @@ from dsec.backends.fake.backend import FakeBackend
 from dsec.cluster.jobs.keeper import JobKeeper
 from dsec.cluster.jobs.orders import Orders
 from dsec.cluster.jobs.table import Jobs
-from dsec.core.errors import ConflictError, LimitError, NotFoundError, UnavailableError
+from dsec.core.errors import ConflictError, DeadlineError, LimitError, NotFoundError, UnavailableError
 from dsec.core.ids import NodeId
 from dsec.core.spec import Substrate
 from dsec.node.node import Node
@@ -45,6 +45,7 @@ class Fakes:
 
     nodes_by_id: dict[NodeId, Node] = field(default_factory=dict)
     away: set[NodeId] = field(default_factory=set)
+    hangs: set[NodeId] = field(default_factory=set)  # their calls end by their time alone
     orders: list[JobOrder] = field(default_factory=list)
 
     def nodes(self) -> Sequence[NodeId]:
@@ -58,6 +59,9 @@ class Fakes:
     ) -> bytes:
         if node in self.away:
             raise UnavailableError(f"node {node} is away")
+        if node in self.hangs:
+            self.orders.append(msgspec.msgpack.decode(body, type=JobOrder))
+            raise DeadlineError(f"{method} was not done within {timeout_s:g} s")
         if method is Method.JOB_ACT:
             self.orders.append(msgspec.msgpack.decode(body, type=JobOrder))
         service = NodeClient(self.nodes_by_id[node]).service
@@ -375,6 +379,26 @@ async def test_an_order_that_comes_late_changes_nothing(state: State, tmp_path: 
         assert not await watcher.orders.carry_out(late, JobOrderKind.PAUSE, going=lambda: True)
 
         assert nodes.states() == ["running"]
+
+
+async def test_a_node_that_hangs_is_waited_for_by_one_order_and_not_by_all(state: State, tmp_path: Path) -> None:
+    async with fakes(tmp_path) as nodes, watching(state, nodes) as watcher:
+        (hung, other) = nodes.nodes()
+        row = await watcher.jobs.create(LEASE, project="/team", principal="p")
+        for node in (hung, other):
+            await nodes.create(node)
+        nodes.hangs.add(hung)
+        row = await watcher.jobs.move("/team", "train", JobState.PAUSED)
+
+        for _ in range(3):
+            assert not await watcher.orders.carry_out(row, JobOrderKind.PAUSE, going=lambda: True)
+        assert len(nodes.orders) == 1 + 3  # of the one that hangs, and of the other
+        assert nodes.states() == ["paused", "running"]
+
+        nodes.hangs.clear()
+        watcher.orders._mute.clear()
+        assert await watcher.orders.carry_out(row, JobOrderKind.PAUSE, going=lambda: True)
+        assert nodes.states() == ["paused", "paused"]
 
 
 async def test_many_sandboxes_are_acted_on_with_few_calls(

@@ -10,7 +10,7 @@ from typing import Final
 
 from dsec.cluster.fleet import Fleet
 from dsec.cluster.rpc import Rpc
-from dsec.core.errors import DsecError, UnavailableError, UnsupportedError
+from dsec.core.errors import DeadlineError, DsecError, UnavailableError, UnsupportedError
 from dsec.core.ids import NodeId
 from dsec.core.limits import JOB_ITEM_S, JOB_NODES_AT_ONCE_MAX, JOB_PARTS_MAX, JOB_SLICE_S
 from dsec.wire.codec import pack, unpack
@@ -27,12 +27,14 @@ _MARGIN_S: Final = 30.0
 _COUNT_S: Final = 5.0
 _TRIES: Final = 3  # of one slice, while its node is not reached
 _PAUSE_S: Final = 1.0
+_MUTE_S: Final = 60.0  # a node that takes calls and does not answer holds up one order, and not all that come meanwhile
 
 
 class Orders:
     def __init__(self, rpc: Rpc, fleet: Fleet) -> None:
         self._rpc = rpc
         self._fleet = fleet
+        self._mute: dict[NodeId, float] = {}  # until when it is not asked
 
     async def give(
         self, row: JobRow, kind: JobOrderKind, *, going: Callable[[], bool] = lambda: True
@@ -113,7 +115,10 @@ class Orders:
     ) -> None:
         after: str | None = ""
         count = 0
+        loop = asyncio.get_running_loop()
         try:
+            if loop.time() < self._mute.get(node, 0.0):
+                raise UnavailableError(f"node {node} did not answer the last order", retry_after_s=_MUTE_S)
             while after is not None and going():
                 part = await self._slice(node, row, kind, after)
                 if part.node != node or (part.next is not None and part.next <= after):
@@ -122,7 +127,10 @@ class Orders:
                     raise UnavailableError(f"node {node} tells of more sandboxes than there can be")
                 after = part.next
                 await parts.put(part)
+            self._mute.pop(node, None)
         except DsecError as error:
+            if isinstance(error, DeadlineError):
+                self._mute[node] = loop.time() + _MUTE_S
             await parts.put(JobPart(node=node, error=body_of(error)))
 
     async def _slice(self, node: NodeId, row: JobRow, kind: JobOrderKind, after: str) -> JobPart:
