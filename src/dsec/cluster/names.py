@@ -40,7 +40,8 @@ StillThere = Callable[[Holder, str, str], Awaitable[bool]]
 
 
 class Names:
-    """Entries of sandboxes that have ended stay until somebody wants the name: then their node is asked."""
+    """Entries of sandboxes that have ended stay until the watcher takes them away (`endednames`), or somebody wants the
+    name: then their node is asked."""
 
     def __init__(self, registry: Registry, clock: Clock, still_there: StillThere) -> None:
         self._registry = registry

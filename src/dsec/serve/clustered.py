@@ -12,6 +12,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from dsec import __version__
+from dsec.cluster.endednames import EndedNames
 from dsec.cluster.engine.buckets import EngineRegistry
 from dsec.cluster.engine.connection import Engine, EngineSettings
 from dsec.cluster.engine.layout import Layout
@@ -202,6 +203,8 @@ class WatcherProcess(_Clustered):
         )
         self._task = asyncio.create_task(watcher.run(), name="watcher")
         self.stack.push_async_callback(_ended, self._task)
+        names = EndedNames(registry, EngineLog(self.engine), acts=lambda: watcher.acts)
+        self.stack.push_async_callback(_ended, asyncio.create_task(names.run(), name="names of ended sandboxes"))
 
     async def failed(self) -> DsecError:
         await asyncio.wait({self._task})
