@@ -22,7 +22,7 @@ _TRIED_S: Final = 60.0
 _AGAIN_S: Final = 0.1
 _AGAIN: Final = frozenset(
     (
-        *("429", "500", "502", "503", "504", "capacity", "unavailable", "TimeoutError", "ConnectionError"),
+        *("429", "500", "502", "503", "504", "no_capacity", "unavailable", "TimeoutError", "ConnectionError"),
         *("ConnectionRefusedError", "ConnectionResetError", "FileNotFoundError", "BrokenPipeError"),
     )
 )
@@ -54,7 +54,7 @@ class PhaseReport(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float
     created: int
     failed: dict[str, int]  # status or error → creates that had no other answer in the end
-    tried_again: int
+    tried_again: int  # requests
     begun_ms: list[float]  # p50, p95, p99, the longest, from when the create was due
     sent_ms: list[float]  # the same, from when its last try was sent
 
@@ -205,7 +205,7 @@ class _Load:
                 for name, number in why.items():
                     found.failed[name] = found.failed.get(name, 0) + number
                 return
-            found.tried_again += count - len(made)
+            found.tried_again += 1
             await asyncio.sleep(_AGAIN_S)
 
     def _read(

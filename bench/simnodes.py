@@ -76,10 +76,9 @@ class SimulatedNode:
         self._memory = 0
         known = journal.exists()
         self._journal = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._fill()
         if known:
             self._read(journal)
-        else:
-            self._fill()
 
     def _fill(self) -> None:
         now, mean_s = time.time(), self.mean_s
