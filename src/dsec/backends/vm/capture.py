@@ -61,7 +61,33 @@ class Source:
     memory_mode: int = 0o444  # of the file of its memory
 
 
-class MachineCapture:
+class _Draft:
+    """A snapshot while it is made: its directory is removed unless it was kept."""
+
+    def __init__(self, saved: SavedMachines) -> None:
+        self._saved = saved
+        self._work, self._lock = saved.begin()
+        self._kept: SavedMachine | None = None
+        self._closed = False
+
+    async def _finish(self, manifest: SavedManifest) -> CapturedLayer:
+        self._kept = await asyncio.to_thread(self._saved.finish, self._work, manifest)
+        size = await asyncio.to_thread(_allocated, self._kept.directory)
+        return CapturedLayer("", size, 0, machine=self._kept.id)
+
+    async def close(self) -> None:
+        """What was kept is held until here."""
+        if self._closed:
+            return
+        self._closed = True
+        os.close(self._lock)
+        if self._kept is not None:
+            self._saved.let_go(self._kept.id)
+        else:
+            await asyncio.to_thread(shutil.rmtree, self._work, ignore_errors=True)
+
+
+class MachineCapture(_Draft):
     """As `Capture`. With `whole` its disk is copied, too; else it stays where it is, for the machine alone."""
 
     def __init__(
@@ -76,15 +102,12 @@ class MachineCapture:
         """Raises LimitError. `monitor`: gives a connection to it."""
         if whole:
             check_overlays(source.sandbox, source.overlays)
-        self._saved = saved
+        super().__init__(saved)
         self._source = source
         self._manifest = manifest
         self._monitor = monitor
         self._whole = whole
-        self._work, self._lock = saved.begin()
         self._looked = False
-        self._kept: SavedMachine | None = None
-        self._closed = False
 
     async def look(self) -> bool:
         if not self._looked:
@@ -109,21 +132,7 @@ class MachineCapture:
     async def keep(self, run: tuple[str, ...] = ()) -> CapturedLayer:
         overlays = self._source.overlays + (1 if self._whole else 0)
         (self._work / RAM).chmod(self._source.memory_mode)
-        manifest = msgspec.structs.replace(self._manifest, overlays=overlays)
-        self._kept = await asyncio.to_thread(self._saved.finish, self._work, manifest)
-        size = await asyncio.to_thread(_allocated, self._kept.directory)
-        return CapturedLayer("", size, 0, machine=self._kept.id)
-
-    async def close(self) -> None:
-        """What was kept is held until here."""
-        if self._closed:
-            return
-        self._closed = True
-        os.close(self._lock)
-        if self._kept is not None:
-            self._saved.let_go(self._kept.id)
-        else:
-            await asyncio.to_thread(shutil.rmtree, self._work, ignore_errors=True)
+        return await self._finish(msgspec.structs.replace(self._manifest, overlays=overlays))
 
     # ---- inside ------------------------------------------------------------------------------------
 
@@ -196,18 +205,15 @@ class MachineCapture:
         return copied
 
 
-class SleepingCapture:
+class SleepingCapture(_Draft):
     """As `Capture`, of a machine that is on the disk already; only its own disk is copied."""
 
     def __init__(self, saved: SavedMachines, asleep: SavedMachine, source: Source) -> None:
         """Raises LimitError."""
-        self._saved = saved
+        check_overlays(source.sandbox, asleep.manifest.overlays)
+        super().__init__(saved)
         self._asleep = asleep
         self._source = source
-        check_overlays(source.sandbox, asleep.manifest.overlays)
-        self._work, self._lock = saved.begin()
-        self._kept: SavedMachine | None = None
-        self._closed = False
 
     async def look(self) -> bool:
         return True
@@ -233,20 +239,8 @@ class SleepingCapture:
         return OVERLAY.format(self._asleep.manifest.overlays + 1)
 
     async def keep(self, run: tuple[str, ...] = ()) -> CapturedLayer:
-        manifest = msgspec.structs.replace(self._asleep.manifest, overlays=self._asleep.manifest.overlays + 1)
-        self._kept = await asyncio.to_thread(self._saved.finish, self._work, manifest)
-        size = await asyncio.to_thread(_allocated, self._kept.directory)
-        return CapturedLayer("", size, 0, machine=self._kept.id)
-
-    async def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        os.close(self._lock)
-        if self._kept is not None:
-            self._saved.let_go(self._kept.id)
-        else:
-            await asyncio.to_thread(shutil.rmtree, self._work, ignore_errors=True)
+        manifest = self._asleep.manifest
+        return await self._finish(msgspec.structs.replace(manifest, overlays=manifest.overlays + 1))
 
 
 def check_overlays(sandbox: str, overlays: int) -> None:
