@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, NotFoundError, SandboxError
 from dsec.core.ids import parse_name
+from dsec.sdk.paging import all_pages
 from dsec.sdk.requests import as_list, as_mapping, make_spec
 from dsec.wire.environments import RegistrySource
 from dsec.wire.groups import GroupDown, GroupInfo, GroupLink, GroupMember, GroupPage, GroupRequest
@@ -171,18 +172,7 @@ class AsyncGroups:
 
     async def list(self, *, max_items: int = 10_000) -> list[GroupInfo]:
         """The groups of the caller's project and of those below it."""
-        found: list[GroupInfo] = []
-        cursor: str | None = None
-        while len(found) < max_items:
-            query = {"limit": str(min(limits.LIST_PAGE_MAX, max_items))}
-            page = await self._transport.call(
-                "GET", "/groups", GroupPage, query=query if cursor is None else {**query, "cursor": cursor}
-            )
-            found += page.groups
-            if page.next is None or page.next == cursor:
-                break
-            cursor = page.next
-        return found[:max_items]
+        return await all_pages(self._transport, "/groups", GroupPage, lambda page: page.groups, max_items=max_items)
 
     async def _start(self, request: GroupRequest) -> AsyncGroup:
         wait_s = request.timeout_s * len(request.members) + _MARGIN_S

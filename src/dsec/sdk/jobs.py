@@ -12,6 +12,7 @@ from dsec.core import limits
 from dsec.core.errors import ConflictError, DsecError, InvalidArgumentError, NotFoundError, ProtocolError
 from dsec.core.ids import parse_name
 from dsec.sdk.lines import json_lines
+from dsec.sdk.paging import all_pages
 from dsec.sdk.reports import JobReport
 from dsec.wire import api
 from dsec.wire.jobs import JobExtend, JobInfo, JobLine, JobPage, JobRequest, OnMissed
@@ -191,18 +192,7 @@ class AsyncJobs:
 
     async def list(self, *, max_items: int = 10_000) -> list[JobInfo]:
         """The jobs of the caller's project and of those below it; stopped ones for a day."""
-        found: list[JobInfo] = []
-        cursor: str | None = None
-        while len(found) < max_items:
-            query = {"limit": str(min(limits.LIST_PAGE_MAX, max_items))}
-            page = await self._transport.call(
-                "GET", "/jobs", JobPage, query=query if cursor is None else {**query, "cursor": cursor}
-            )
-            found += page.jobs
-            if page.next is None or page.next == cursor:
-                break
-            cursor = page.next
-        return found[:max_items]
+        return await all_pages(self._transport, "/jobs", JobPage, lambda page: page.jobs, max_items=max_items)
 
 
 def make_job(name: str, *, lease_s: float | None, on_missed: str, grace_s: float) -> JobRequest:
