@@ -258,6 +258,7 @@ async def test_a_place_that_broke_before_the_code_was_begun_costs_no_call(small_
 async def check(service: LocalService, place: Place, client: AsyncClient, part: str) -> None:
     first = await python(client, "print(1)")
     zygotes = lambda: processes_of(place, b"/.dsec/zygote.py")  # noqa: E731
+    await pool_is(client, lambda pool: (pool.idle, pool.busy) == (1, 0))  # an answer does not wait for the clean-up
     await eventually(lambda: len(zygotes()) == 2)
     pid = {
         "the interpreter": zygotes()[0],
@@ -267,7 +268,7 @@ async def check(service: LocalService, place: Place, client: AsyncClient, part: 
     os.kill(pid, signal.SIGKILL)
     await eventually(lambda: pid not in processes_of(place, b"/.dsec/"))
     if part == "what runs calls":  # until the node knows, nobody can say what became of an order
-        idle = [worker for pool in service.node.calls._pools.values() for worker in pool.idle]
+        (idle,) = [list(pool.idle) for pool in service.node.calls._pools.values()]
         await eventually(lambda: not any(worker.alive for worker in idle))
     second = await python(client, "print(open('/proc/self/stat').read().split()[0])", files={"once": "x"})
 
