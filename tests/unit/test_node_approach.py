@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dsec.backends.base import Entrance
 from dsec.core.errors import SandboxFaultError
 from dsec.node.approach import Approach
 from dsec.node.tasks import Tasks
@@ -20,6 +21,12 @@ class Door:
     def __init__(self, **agent: Any) -> None:
         self.agent = ScriptedAgent(**agent)
         self.knocked, self.open, self.entered = asyncio.Event(), False, asyncio.Event()
+        self.there, self.looked_for = True, asyncio.Event()
+        self.entrance = Entrance(self.connect, self.exists)
+
+    def exists(self) -> bool:
+        self.looked_for.set()
+        return self.there
 
     async def connect(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
         self.knocked.set()
@@ -38,7 +45,7 @@ async def tasks() -> AsyncIterator[Tasks]:
 
 async def test_an_agent_that_comes_to_be_later_has_answered_when_it_is_asked_for(tasks: Tasks) -> None:
     door = Door()
-    approach = Approach(door.connect, sandbox="sbx", tasks=tasks)
+    approach = Approach(door.entrance, sandbox="sbx", tasks=tasks)
     await door.knocked.wait()
     door.open = True
     await door.entered.wait()
@@ -50,9 +57,24 @@ async def test_an_agent_that_comes_to_be_later_has_answered_when_it_is_asked_for
     client.close()
 
 
+async def test_nobody_knocks_where_there_is_no_door_yet(tasks: Tasks) -> None:
+    door = Door()
+    door.there, door.open = False, True
+    approach = Approach(door.entrance, sandbox="sbx", tasks=tasks)
+    await door.looked_for.wait()
+    knocked, door.there = door.knocked.is_set(), True
+    await door.entered.wait()
+
+    client = await approach.client()
+
+    assert not knocked
+    assert client is not None
+    client.close()
+
+
 async def test_an_agent_that_nobody_has_reached_is_not_waited_for(tasks: Tasks) -> None:
     door = Door()
-    approach = Approach(door.connect, sandbox="sbx", tasks=tasks)
+    approach = Approach(door.entrance, sandbox="sbx", tasks=tasks)
 
     assert await approach.client() is None
 
@@ -63,7 +85,7 @@ async def test_an_agent_that_nobody_has_reached_is_not_waited_for(tasks: Tasks) 
 async def test_an_agent_that_says_what_is_wrong_is_to_be_asked_anew(tasks: Tasks) -> None:
     door = Door(hello=b"\xff" * 64)
     door.open = True
-    approach = Approach(door.connect, sandbox="sbx", tasks=tasks)
+    approach = Approach(door.entrance, sandbox="sbx", tasks=tasks)
     await door.entered.wait()
 
     assert await approach.client() is None
@@ -74,7 +96,7 @@ async def test_an_agent_that_says_what_is_wrong_is_to_be_asked_anew(tasks: Tasks
 async def test_a_launch_that_fails_leaves_no_channel(tasks: Tasks, taken: bool) -> None:
     door = Door()
     door.open = True
-    approach = Approach(door.connect, sandbox="sbx", tasks=tasks)
+    approach = Approach(door.entrance, sandbox="sbx", tasks=tasks)
     await door.entered.wait()
     if taken:
         assert await approach.client() is not None

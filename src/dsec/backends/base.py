@@ -7,7 +7,7 @@ import enum
 import socket
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dsec.core.ids import NodeId, SandboxId
 from dsec.core.spec import NetworkMode, SandboxSpec, Substrate
@@ -247,6 +247,13 @@ Intend = Callable[[bytes], Awaitable[None]]
 """Awaited by `create` with the instance's record before anything on the host is touched; it is kept when it returns."""
 
 
+class Entrance(NamedTuple):
+    """Where an agent is going to listen."""
+
+    connect: Connect  # as `Instance.connect`; raises SandboxFaultError while nobody listens
+    exists: Callable[[], bool]  # quick; nobody can listen before it does
+
+
 class Backend(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
@@ -259,9 +266,9 @@ class Backend(Protocol):
         """Something running and reachable; or raises LaunchError (step named) and nothing is left on the host."""
         ...
 
-    def approach(self, record: bytes) -> Connect | None:
-        """For the agent that `create`, which has intended this record, is about to start: `Instance.connect`, which
-        raises SandboxFaultError while nobody listens. None: it cannot be reached before `create` returns."""
+    def approach(self, record: bytes) -> Entrance | None:
+        """Of the agent that `create`, which has intended this record, is about to start. None: it cannot be reached
+        before `create` returns."""
         ...
 
     async def shape(self, instance: InstanceSpec) -> bytes | None:

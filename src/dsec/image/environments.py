@@ -98,6 +98,7 @@ class EnvironmentStore:
         self.layers = LayerStore(state)
         self.state = self.layers.state
         self._environments = self.state / "environments"
+        self._place = str(self._environments)
         self._builds = self.state / "builds"
         self.runs = CollapsedRuns(self.layers)
         self._mutex = threading.Lock()
@@ -180,22 +181,22 @@ class EnvironmentStore:
 
     def _load(self, reference: Reference) -> EnvironmentRecord:
         """Raises FileNotFoundError, or StorageError when it is damaged."""
-        path = self._path(reference)
+        name = f"{reference}.json"
         try:
-            stamp = _stamp(path)
-            known = self._cache.get(path.name)
+            stamp = _stamp(f"{self._place}/{name}")  # no Path: each create asks this
+            known = self._cache.get(name)
             if known is not None and known.stamp == stamp:
                 return known.record
-            record = _read(path, EnvironmentRecord)
+            record = _read(self._environments / name, EnvironmentRecord)
         except FileNotFoundError:
             with self._mutex:
-                self._cache.pop(path.name, None)
+                self._cache.pop(name, None)
             raise
         if not record.info.digest:  # of a version before there were digests
             digest = record_digest(record.info.layers, config_of(record.info))
             record = msgspec.structs.replace(record, info=msgspec.structs.replace(record.info, digest=digest))
         with self._mutex:
-            self._cache[path.name] = _Cached(stamp, record)
+            self._cache[name] = _Cached(stamp, record)
         return record
 
     def named(self) -> frozenset[str]:
@@ -499,8 +500,8 @@ def _is_part(part: EnvironmentPart, stored: Reference, digest: str, *, locked: b
     return named.name == stored.name and part.digest == digest and (locked or named.digest is not None)
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
-    info = path.stat()
+def _stamp(path: str) -> tuple[int, int, int]:
+    info = os.stat(path)  # noqa: PTH116 - no Path: each create asks this
     return info.st_ino, info.st_mtime_ns, info.st_size
 
 

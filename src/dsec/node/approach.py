@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from dsec.agent.channel import Connect
 from dsec.agent.client import AgentClient
+from dsec.backends.base import Entrance
 from dsec.core.errors import DsecError, SandboxFaultError
 from dsec.node.tasks import Tasks
 
@@ -20,9 +20,8 @@ class Approach:
     """Tries to reach the agent of one sandbox until somebody asks for the client, or a few times. Whoever made it calls
     `client` or `close`."""
 
-    def __init__(self, connect: Connect, *, sandbox: str, tasks: Tasks) -> None:
-        """`connect` raises SandboxFaultError while nobody listens."""
-        self._connect = connect
+    def __init__(self, entrance: Entrance, *, sandbox: str, tasks: Tasks) -> None:
+        self._entrance = entrance
         self._sandbox = sandbox
         self._reached = False
         self._task = tasks.spawn(self._run(), awaited=True)
@@ -44,15 +43,18 @@ class Approach:
         pause_s = _FIRST_S
         for _ in range(_TRIES):
             await asyncio.sleep(pause_s)
+            pause_s *= 2
+            if not self._entrance.exists():
+                continue  # in a burst a launch waits for its turn, and trying to connect is dear
             try:
                 return await AgentClient.connect(self._reach, sandbox=self._sandbox)
             except SandboxFaultError:
-                pause_s *= 2
+                pass
             except DsecError:
                 break  # it, or the launch, has failed: that is told by whoever finds out
         return None
 
     async def _reach(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
-        transport = await self._connect(factory)
+        transport = await self._entrance.connect(factory)
         self._reached = True
         return transport

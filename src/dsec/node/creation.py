@@ -329,9 +329,9 @@ class Creation:
         async def intend(record: bytes) -> None:
             nonlocal approach
             await sandbox.intend(record, key)
-            connect = backend.approach(record)
-            if connect is not None:
-                approach = Approach(connect, sandbox=sandbox.id, tasks=self._services.tasks)
+            entrance = backend.approach(record)
+            if entrance is not None:
+                approach = Approach(entrance, sandbox=sandbox.id, tasks=self._services.tasks)
 
         def create_ms() -> float:
             return (self._services.clock.monotonic_s() - started) * 1000

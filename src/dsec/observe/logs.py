@@ -30,6 +30,9 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 FIELDS_MAX: Final = 64  # of one line; keeps a line within some 100 KiB whatever is passed
 TRACEBACK_LINES_MAX: Final = 60  # the end is kept: it names what failed
 
+# ASCII only: whatever got as far as this still cannot break a line.
+_JSON: Final = json.JSONEncoder(ensure_ascii=True, allow_nan=True, separators=(",", ":"))
+
 _Event = MutableMapping[str, Any]
 
 
@@ -152,8 +155,7 @@ def _traceback(failure: Any) -> list[str]:
 
 
 def _json_line(_: Any, __: str, event: _Event) -> str:
-    # ASCII only: whatever got this far still cannot break a line.
-    return json.dumps(event, ensure_ascii=True, allow_nan=True, separators=(",", ":"))
+    return _JSON.encode(event)
 
 
 def _text_line(_: Any, __: str, event: _Event) -> str:

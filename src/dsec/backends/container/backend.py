@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from dsec.backends.base import Capabilities, Connect, Instance, InstanceSpec, Intend, Keeps, Layer, Probe
+from dsec.backends.base import Capabilities, Entrance, Instance, InstanceSpec, Intend, Keeps, Layer, Probe
 from dsec.backends.container.capture import ContainerCapture
 from dsec.backends.container.config import ContainerConfig
 from dsec.backends.container.disk import Disk
@@ -191,8 +191,9 @@ class ContainerBackend:
             await asyncio.shield(self._clean_later(self.remove(record)))
             raise _launch_error(instance.id, error) from error
 
-    def approach(self, record: bytes) -> Connect:
-        return functools.partial(connect_at, parse_record(record))
+    def approach(self, record: bytes) -> Entrance:
+        parsed = parse_record(record)
+        return Entrance(functools.partial(connect_at, parsed), functools.partial(os.path.exists, parsed.socket))
 
     def _plan(self, instance: InstanceSpec, facts: HostFacts, id_base: int) -> LaunchPlan:
         """Whoever wants one asks for its shape first, and for that it has been planned."""

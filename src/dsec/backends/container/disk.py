@@ -71,10 +71,16 @@ class Disk:
     def is_limited(self, instance: InstanceSpec) -> bool:
         return self._config.disk == "tmpfs" or instance.spec.disk_bytes is not None
 
+    def _is_limited_here(self, instance: InstanceSpec) -> bool:
+        return self._config.disk != "tmpfs" and instance.spec.disk_bytes is not None
+
     @contextlib.asynccontextmanager
     async def prepared(self, plan: LaunchPlan, instance: InstanceSpec) -> AsyncIterator[LaunchPlan]:
         """The plan with what is made here for it. Devices are held until the launcher has mounted them; what lies in
         the sandbox's directory goes with that. Raises UnsupportedError, HostError, CapacityError or StorageError."""
+        if not (self._is_limited_here(instance) or instance.volumes):
+            yield plan  # no thread for nothing: most sandboxes have neither
+            return
         devices: list[LoopDevice] = []
         try:
             # Work that is under way in a thread ends there, whatever becomes of who waits for it.
@@ -91,7 +97,7 @@ class Disk:
 
     def _prepare(self, plan: LaunchPlan, instance: InstanceSpec, devices: list[LoopDevice]) -> LaunchPlan:
         size = instance.spec.disk_bytes
-        if size is not None and self._config.disk != "tmpfs":
+        if size is not None and self._is_limited_here(instance):
             plan = self._limited(plan, size, devices)
         volumes = []
         for bind, volume in zip(plan.volumes, instance.volumes, strict=True):
