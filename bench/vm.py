@@ -9,7 +9,7 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import dsec
-from bench import machine
+from bench import machine, reporting
+from bench.memory import least, pss_bytes
 from bench.series import Measure, Series, interleave, timed
 from bench.service import PrivateService, private_service
 from dsec.core.limits import MIB
@@ -55,8 +56,6 @@ for place, _, names in os.walk("/usr"):
                 read += len(file.read(8 << 20))
 print(read)
 E"""
-_SAME = 5
-_LOOK_S = 0.5
 _WARM = "[node.warm]\nspares_max = 4\nlow = 2\nhigh = 4"
 
 
@@ -67,8 +66,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--idle", type=int, nargs="+", default=[1, 10, 40], help="how many idle ones are weighed")
     parser.add_argument("--compare", type=int, metavar="COUNT", help="only weigh so many, by each way to save memory")
+    parser.add_argument("--reporting", action="store_true", help="only weigh what a guest frees, reported or not")
     parser.add_argument("--output", type=Path, help="write the figures as JSON here")
     options = parser.parse_args(arguments)
+    if options.reporting:
+        freed = reporting.weigh_both()
+        reporting.show(freed)
+        if options.output:
+            options.output.write_text(json.dumps({"machine": machine.describe(), "freed": freed}, indent=2) + "\n")
+        return
     if options.compare:
         weighed = [weigh(options, name, settings) for name, settings in WAYS.items()]
         show_ways(weighed)
@@ -218,15 +224,6 @@ def resumed(guest: dsec.Sandbox) -> None:
     guest.exec("true", check=True)
 
 
-def least(look: Callable[[], int]) -> int:
-    """Memory is given back in the background: the least that is seen until it is less no more."""
-    found, same = look(), 0
-    while same < _SAME:
-        time.sleep(_LOOK_S)
-        found, same = (now, 0) if (now := look()) < found else (found, same + 1)
-    return found
-
-
 def monitors(service: PrivateService) -> Iterator[int]:
     """Of this service: they are in its cgroups."""
     mark = service.run_dir.name
@@ -237,13 +234,6 @@ def monitors(service: PrivateService) -> Iterator[int]:
                 yield int(directory.name)
         except OSError:
             continue  # it has just ended
-
-
-def pss_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def summaries(found: dict[str, Series]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bench.reporting import FREED_MIB, weigh
 from dsec.backends.microvm.backend import MicrovmBackend
 from dsec.backends.microvm.config import MicrovmConfig
 from dsec.backends.microvm.instance import MicrovmInstance
@@ -20,7 +21,7 @@ from dsec.backends.vm import machine
 from dsec.backends.vm.qemu import find_qemu
 from dsec.backends.vm.qmp import MonitorError
 from dsec.backends.vm.templates import RAM, Templates
-from dsec.core.errors import LaunchError
+from dsec.core.errors import LaunchError, UnsupportedError
 from dsec.core.ids import new_node_id
 from dsec.core.limits import MIB
 from dsec.core.spec import Substrate
@@ -83,8 +84,17 @@ async def inflate(clone: MicrovmInstance) -> None:
 
 async def test_a_machine_of_ours_has_no_balloon(short_tmp: Path) -> None:
     async with site(short_tmp) as place:
+        clone = await place.create()
+        before = digest(place.memory)
         with pytest.raises(MonitorError, match="balloon"):
-            await inflate(await place.create())
+            await inflate(clone)
+        # Nor can it be given one: what can be plugged in is no device of such a machine.
+        monitor = await clone.control()
+        for driver in ("virtio-balloon-device", "virtio-balloon-pci"):
+            with pytest.raises(MonitorError):
+                await monitor.execute("device_add", {"driver": driver, "id": "balloon"})
+        assert digest(place.memory) == before
+        await place.create()
 
 
 async def test_a_balloon_on_a_clone_reaches_the_template_where_that_can_be_written(
@@ -115,6 +125,20 @@ async def test_a_balloon_on_a_clone_reaches_the_template_where_that_can_be_writt
         # And a node that starts notices it, and makes another.
         with pytest.raises(LaunchError, match="made anew"):
             await Templates(place.config.templates_dir, kept_max=4).get(place.memory.parent.name, {}, made_anew)
+
+
+@pytest.mark.slow
+async def test_what_a_guest_frees_is_the_host_s_again_where_free_pages_are_reported(short_tmp: Path) -> None:
+    """Of a machine whose memory is its own; the same one without that keeps what it has had."""
+    try:
+        reported = await weigh(short_tmp / "with", reported=True)
+        kept = await weigh(short_tmp / "without", reported=False)
+    except UnsupportedError as error:
+        pytest.skip(error.message)
+
+    half_mib = FREED_MIB / 2
+    assert reported["taken_mib"] - reported["freed_mib"] > half_mib, reported
+    assert kept["taken_mib"] - kept["freed_mib"] < half_mib, kept
 
 
 async def inflated(clone: MicrovmInstance, below: int) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dsec.core import errors
+from dsec.core.limits import MACHINE_OVERLAYS_KEPT, MACHINE_OVERLAYS_MAX
 from dsec.core.spec import Substrate
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
@@ -78,6 +79,44 @@ async def test_a_snapshot_that_is_copied_to_another_node_goes_on_there(small_sto
                     await client.create(snapshot=snapshot.id, timeout_s=60)
 
 
+async def test_a_machine_goes_on_from_snapshot_to_snapshot_without_end(small_store: Path) -> None:
+    """Twice as often as there can be overlays below a disk."""
+    with private_place(small_store) as place:
+        async with served(place) as (service, client):
+            probe = await service.node.backends[Substrate.MICROVM].probe()
+            if not probe.usable:
+                pytest.skip(f"microvm: {probe.reason}")
+            sb = await create(client)
+            depths = []
+            for number in range(2 * MACHINE_OVERLAYS_MAX + 6):
+                await sb.exec(
+                    f"echo {number} > /n{number % 7}; rm -f /gone{number - 5}; touch /gone{number}", check=True
+                )
+                snapshot = await sb.snapshot(f"s{number}")
+                saved = _saved_of(place, snapshot.id)
+                depths.append(json.loads((saved / "manifest.json").read_text())["overlays"])
+                child = await client.create(snapshot=snapshot.id, timeout_s=120)
+                await sb.destroy()
+                if number == 50:
+                    await child.pause(deep=True)
+                    await child.resume()
+                sb = child
+                if number:
+                    await (await client.snapshots.get(f"s{number - 1}")).remove()
+                await eventually(lambda kept=saved: _machines_of(place) == {kept.name})
+            found = (await sb.exec("cat /n0 /n1 /n2 /n3 /n4 /n5 /n6; ls / | grep -c gone")).stdout.split()
+            await sb.destroy()
+            await (await client.snapshots.get(f"s{number}")).remove()
+            await eventually(lambda: _machines_of(place) == set())
+
+    assert max(depths) == MACHINE_OVERLAYS_MAX
+    became_one = [number for number in range(1, len(depths)) if depths[number] < depths[number - 1]]
+    first = MACHINE_OVERLAYS_MAX
+    assert became_one == list(range(first, len(depths), MACHINE_OVERLAYS_MAX - MACHINE_OVERLAYS_KEPT)), depths
+    assert sorted(map(int, found[:7])) == list(range(number - 6, number + 1))
+    assert found[7] == "5"
+
+
 async def test_kill_9_of_the_node_at_any_moment_leaves_the_machine_and_no_half_of_anything(small_store: Path) -> None:
     with private_place(small_store) as place:
         place.start_process()
@@ -117,6 +156,16 @@ async def _asked(sandbox: AsyncSandbox, what: str) -> None:
         await sandbox.fork(2)
     else:
         await sandbox.pause(deep=True)
+
+
+def _saved_of(place: Place, snapshot: str) -> Path:
+    records = [json.loads(path.read_text()) for path in (place.state / "snapshots").glob("*.json")]
+    (machine,) = [record["machine"] for record in records if record["info"]["id"] == snapshot]
+    return place.state / "vm" / "saved" / machine
+
+
+def _machines_of(place: Place) -> set[str]:
+    return {path.name for path in (place.state / "vm" / "saved").iterdir()}
 
 
 def _nothing_is_left(place: Place) -> bool:

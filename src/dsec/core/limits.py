@@ -149,6 +149,7 @@ MACHINE_SYSTEM_BYTES_MIN: Final = 4 * GIB  # a desktop takes a good 1 GiB, and i
 MACHINE_DISK_BYTES_MIN: Final = 512  # a boot sector is a disk
 MACHINE_COMMAND_LINE_BYTES_MAX: Final = 2_048  # what the kernel of a machine reads of it on every processor
 MACHINE_OVERLAYS_MAX: Final = 32  # of snapshots below one disk: each read looks through them, and each is an open file
+MACHINE_OVERLAYS_KEPT: Final = 16  # the highest of more than that; those below become one, in every 16th snapshot
 MACHINE_BOOT_WAIT_S_MAX: Final = 1_800.0  # a system that installs itself first; longer than that it is not awaited
 SCREEN_BYTES_MAX: Final = 64 * MIB  # of one picture: 2560x1600 in four bytes, and room
 SCREEN_ACTIONS_MAX: Final = 1_000  # of one request; each takes some milliseconds

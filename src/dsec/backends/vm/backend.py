@@ -205,7 +205,7 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
     async def capture(
         self, record: R, monitor: Callable[[], Awaitable[Monitor]], *, whole: bool = True
     ) -> MachineCapture:
-        """`whole`: its disk as well. Raises UnsupportedError, LimitError, CapacityError, StorageError."""
+        """`whole`: its disk as well. Raises UnsupportedError, CapacityError, StorageError."""
         if not record.shape:
             raise UnsupportedError("it was made by an earlier version, which had no snapshots", hint="make a new one")
         facts = await self._open()

@@ -25,9 +25,10 @@ from dsec.backends.vm.machine import TEMPLATE
 from dsec.backends.vm.qmp import Monitor
 from dsec.backends.vm.saved import OVERLAY, SavedMachine, SavedMachines, SavedManifest
 from dsec.backends.vm.screens import SCREEN, take_screen
+from dsec.backends.vm.shortening import shortened
 from dsec.backends.vm.templates import RAM, STATE
-from dsec.core.errors import HostError, LimitError, SandboxFaultError, StorageError
-from dsec.core.limits import MACHINE_OVERLAYS_MAX, MIB
+from dsec.core.errors import HostError, SandboxFaultError, StorageError
+from dsec.core.limits import MIB
 
 _STATE_BYTES_MAX: Final = 64 * MIB  # of all devices; it is some 200 KiB
 _DISK_SLACK_BYTES: Final = 64 * MIB  # tables of a qcow2, beside what is in it
@@ -70,7 +71,10 @@ class _Draft:
         self._kept: SavedMachine | None = None
         self._closed = False
 
-    async def _finish(self, manifest: SavedManifest) -> CapturedLayer:
+    async def _finish(self, manifest: SavedManifest, *, shorten: bool) -> CapturedLayer:
+        """`shorten`: no machine has its disk above these overlays yet, and they may become fewer."""
+        if shorten:
+            manifest = await asyncio.to_thread(shortened, self._saved, self._work, manifest)
         self._kept = await asyncio.to_thread(self._saved.finish, self._work, manifest)
         size = await asyncio.to_thread(_allocated, self._kept.directory)
         return CapturedLayer("", size, 0, machine=self._kept.id)
@@ -99,9 +103,7 @@ class MachineCapture(_Draft):
         *,
         whole: bool = True,
     ) -> None:
-        """Raises LimitError. `monitor`: gives a connection to it."""
-        if whole:
-            check_overlays(source.sandbox, source.overlays)
+        """`monitor`: gives a connection to it."""
         super().__init__(saved)
         self._source = source
         self._manifest = manifest
@@ -132,7 +134,7 @@ class MachineCapture(_Draft):
     async def keep(self, run: tuple[str, ...] = ()) -> CapturedLayer:
         overlays = self._source.overlays + (1 if self._whole else 0)
         (self._work / RAM).chmod(self._source.memory_mode)
-        return await self._finish(msgspec.structs.replace(self._manifest, overlays=overlays))
+        return await self._finish(msgspec.structs.replace(self._manifest, overlays=overlays), shorten=self._whole)
 
     # ---- inside ------------------------------------------------------------------------------------
 
@@ -209,8 +211,6 @@ class SleepingCapture(_Draft):
     """As `Capture`, of a machine that is on the disk already; only its own disk is copied."""
 
     def __init__(self, saved: SavedMachines, asleep: SavedMachine, source: Source) -> None:
-        """Raises LimitError."""
-        check_overlays(source.sandbox, asleep.manifest.overlays)
         super().__init__(saved)
         self._asleep = asleep
         self._source = source
@@ -240,16 +240,7 @@ class SleepingCapture(_Draft):
 
     async def keep(self, run: tuple[str, ...] = ()) -> CapturedLayer:
         manifest = self._asleep.manifest
-        return await self._finish(msgspec.structs.replace(manifest, overlays=manifest.overlays + 1))
-
-
-def check_overlays(sandbox: str, overlays: int) -> None:
-    """Raises LimitError."""
-    if overlays >= MACHINE_OVERLAYS_MAX:
-        raise LimitError(
-            f"the disk of {sandbox} stands on {overlays} snapshots, and there can be no more",
-            hint="begin anew from an environment or an image",
-        )
+        return await self._finish(msgspec.structs.replace(manifest, overlays=manifest.overlays + 1), shorten=True)
 
 
 def take_file(source: Source, own: str, target: Path, deadline: Deadline) -> int:

@@ -93,9 +93,8 @@ def write_sparse(target: int, piece: bytes, at: int, *, over: bool) -> int:
     return len(piece)
 
 
-def data_of(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where something may be that is not zero, as (start, end)."""
-    at = 0
+def data_of(fd: int, size: int, at: int = 0) -> Iterator[tuple[int, int]]:
+    """Where something may be that is not zero, from `at` to `size`, as (start, end)."""
     while at < size:
         try:
             start = os.lseek(fd, at, os.SEEK_DATA)
@@ -103,6 +102,8 @@ def data_of(fd: int, size: int) -> Iterator[tuple[int, int]]:
             if error.errno == errno.ENXIO:
                 return
             raise
+        if start >= size:
+            return
         at = min(os.lseek(fd, start, os.SEEK_HOLE), size)
         yield start, at
 

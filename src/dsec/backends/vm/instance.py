@@ -39,7 +39,7 @@ class Remover(Protocol[R_contra]):
     async def capture(
         self, record: R_contra, monitor: Callable[[], Awaitable[Monitor]], *, whole: bool = True
     ) -> Capture:
-        """Raises UnsupportedError, LimitError, StorageError."""
+        """Raises UnsupportedError, StorageError."""
         ...
 
     async def capture_asleep(self, record: R_contra) -> Capture:

@@ -13,7 +13,7 @@ from dsec.core.errors import InvalidArgumentError
 
 _MAGIC: Final = 0x514649FB
 _CLUSTER_BITS: Final = 16
-_CLUSTER: Final = 1 << _CLUSTER_BITS
+CLUSTER: Final = 1 << _CLUSTER_BITS  # of disks that are made here
 _HEADER_BYTES: Final = 104
 _FORMAT_NAME: Final = 0xE2792ACA
 _REFCOUNT_BITS_LOG2: Final = 4
@@ -27,8 +27,8 @@ def write_overlay(path: Path, *, backing: str, backing_format: str, size_bytes: 
     Of 64 KiB clusters: the header, one table of reference counts with its block, and the first-level table. Raises
     OSError (FileExistsError: nothing is overwritten).
     """
-    table_entries = -(-size_bytes // (_CLUSTER * _CLUSTER // 8))
-    table_clusters = max(1, -(-table_entries * 8 // _CLUSTER))
+    table_entries = -(-size_bytes // (CLUSTER * CLUSTER // 8))
+    table_clusters = max(1, -(-table_entries * 8 // CLUSTER))
     used = 3 + table_clusters
     extension = struct.pack(">II", _FORMAT_NAME, len(backing_format)) + _padded(backing_format.encode())
     extension += struct.pack(">II", 0, 0)
@@ -42,8 +42,8 @@ def write_overlay(path: Path, *, backing: str, backing_format: str, size_bytes: 
         size_bytes,
         0,
         table_entries,
-        3 * _CLUSTER,
-        1 * _CLUSTER,
+        3 * CLUSTER,
+        1 * CLUSTER,
         1,
         0,
         0,
@@ -51,11 +51,11 @@ def write_overlay(path: Path, *, backing: str, backing_format: str, size_bytes: 
     header += struct.pack(">QQQII", 0, 0, 0, _REFCOUNT_BITS_LOG2, _HEADER_BYTES)
     with path.open("xb") as file:
         file.write(header + extension + name)
-        file.seek(_CLUSTER)
-        file.write(struct.pack(">Q", 2 * _CLUSTER))
-        file.seek(2 * _CLUSTER)
+        file.seek(CLUSTER)
+        file.write(struct.pack(">Q", 2 * CLUSTER))
+        file.seek(2 * CLUSTER)
         file.write(struct.pack(f">{used}H", *[1] * used))
-        file.truncate(used * _CLUSTER)
+        file.truncate(used * CLUSTER)
 
 
 def read_size(path: Path) -> int:

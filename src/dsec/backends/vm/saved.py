@@ -50,6 +50,7 @@ class SavedManifest(msgspec.Struct, frozen=True, kw_only=True):
     shape: dict[str, Any]  # as its backend has it
     more: dict[str, Any] = {}  # what else its backend wants to know
     overlays: int = 0  # of its disk
+    merged: str = ""  # digest of those that the lowest of them was made of
     files: dict[str, SavedFile] = {}
 
 
@@ -92,7 +93,7 @@ class SavedMachines:
         try:
             fault_point("vm.saved.finish")
             files = {
-                path.name: SavedFile(path.stat().st_size, self._digest(path))
+                path.name: SavedFile(path.stat().st_size, self.digest_of(path))
                 for path in sorted(work.iterdir())
                 if path.name != _MANIFEST
             }
@@ -108,7 +109,7 @@ class SavedMachines:
             raise StorageError(f"a machine cannot be kept: {error.strerror}", hint="is the disk full?") from error
         return saved
 
-    def _digest(self, path: Path) -> str:
+    def digest_of(self, path: Path) -> str:
         """Of a file that has more names it was computed before, unless it has been written since."""
         info = path.stat(follow_symlinks=False)
         key = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
@@ -172,6 +173,19 @@ class SavedMachines:
             with self._turn:
                 self._check(saved)
         return saved
+
+    def merged(self, digest: str) -> Iterator[tuple[Path, str]]:
+        """Overlays that were made of the same ones, of machines that are there or were a moment ago, and what their
+        own digests should be."""
+        try:
+            ids = [path.name for path in self.directory.iterdir() if not path.name.startswith(_UNFINISHED)]
+        except OSError:
+            return
+        for id in ids:
+            with suppress(DsecError):
+                manifest, name = self._manifest(id), OVERLAY.format(1)
+                if manifest.merged == digest and name in manifest.files:
+                    yield self.directory / id / name, manifest.files[name].digest
 
     def _manifest(self, id: str) -> SavedManifest:
         try:
