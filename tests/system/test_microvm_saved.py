@@ -18,7 +18,7 @@ from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
 from dsec.testing.waiting import eventually
 from tests.system.container_place import Place, private_place, served
-from tests.system.test_microvms import COUNT, create
+from tests.system.test_microvms import COUNT, create, instance_of
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -115,6 +115,36 @@ async def test_a_machine_goes_on_from_snapshot_to_snapshot_without_end(small_sto
     assert became_one == list(range(first, len(depths), MACHINE_OVERLAYS_MAX - MACHINE_OVERLAYS_KEPT)), depths
     assert sorted(map(int, found[:7])) == list(range(number - 6, number + 1))
     assert found[7] == "5"
+
+
+async def test_a_machine_that_nobody_uses_goes_to_the_disk_and_is_back_when_it_is_used(small_store: Path) -> None:
+    ladder = {"pause_s": 1.0, "page_out_s": 2.0, "sleep_s": 3.0}
+    with private_place(small_store, settings={"node": {"idle": ladder}}) as place:
+        async with served(place) as (service, client):
+            probe = await service.node.backends[Substrate.MICROVM].probe()
+            if not probe.usable:
+                pytest.skip(f"microvm: {probe.reason}")
+            sb = await create(client)
+            await sb.exec("echo in memory > /dev/shm/kept", check=True)
+
+            for use in ("exec", "file", "exec"):
+                await eventually(partial(_is_asleep, client, sb.id))
+                await eventually(lambda: instance_of(service, sb).pid == 0)
+                if use == "exec":
+                    assert (await sb.exec("cat /dev/shm/kept")).stdout == "in memory\n"
+                else:
+                    assert await sb.files.read("/dev/shm/kept") == "in memory\n"
+
+            rungs = [event.detail async for event in client.events(after="oldest", follow=False, kinds=["rested"])]
+            await sb.destroy()
+
+    assert rungs.count("sleep") == 3
+    assert rungs.count("pause") >= 3
+    assert set(rungs) <= {"pause", "page_out", "sleep"}
+
+
+async def _is_asleep(client: AsyncClient, sandbox: str) -> bool:
+    return next(found.info.asleep for found in await client.list() if found.id == sandbox)
 
 
 async def test_kill_9_of_the_node_at_any_moment_leaves_the_machine_and_no_half_of_anything(small_store: Path) -> None:

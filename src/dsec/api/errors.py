@@ -35,6 +35,7 @@ STATUS: Final[dict[str, int]] = {
     "limit_exceeded": 413,
     "no_capacity": 429,
     "quota_exceeded": 429,
+    "resume_no_memory": 429,
     "internal": 500,
     "sandbox_error": 500,
     "launch_failed": 500,

@@ -78,6 +78,20 @@ class KeepsMachines(Protocol):
 
 
 @runtime_checkable
+class GivesBack(Protocol):
+    """An instance whose memory may go to swap while it is paused."""
+
+    def give_back(self) -> bool:
+        """Begins; going on cuts it short. False where that cannot be: the host has no swap."""
+        ...
+
+    @property
+    def gave_back(self) -> bool:
+        """Since it was paused."""
+        ...
+
+
+@runtime_checkable
 class Sleeps(Protocol):
     """An instance whose memory can be on the disk while it is paused. Called as `Instance` is, one at a time:
     pause, save, (its record is written down), sleep; wake, (its record is written down), resume."""

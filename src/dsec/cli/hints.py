@@ -31,6 +31,7 @@ _NEXT: Final = {
     "forbidden": "`dsec whoami` shows your rights; who manages the project can give more: `dsec grant add`",
     "no_capacity": "`dsec top` shows what uses the room; `dsec rm` frees it",
     "quota_exceeded": "`dsec quota show PROJECT` shows what uses it; `dsec rm` frees it",
+    "resume_no_memory": "`dsec top` shows what uses the memory; `dsec pause` or `dsec rm` others",
     "deadline_exceeded": "try again with a longer --timeout; `dsec top` shows how busy it is",
     "launch_failed": "`dsec doctor` tries a container of its own; the service's log has the details",
     "sandbox_fault": "the sandbox has failed: make a new one; `dsec ls --all` keeps its cause for a day",

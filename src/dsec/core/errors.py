@@ -19,7 +19,8 @@ DsecError                          outcome says what the world looks like now
 │   └── NodeRetiredError           the node that the id names is gone for good
 ├── UnsupportedError               this substrate, host or build cannot do it
 ├── CapacityError                  refused for lack of room; retry_after_s says when to try again
-│   └── QuotaError                 a cap of the project, or of one above it, leaves no room
+│   ├── QuotaError                 a cap of the project, or of one above it, leaves no room
+│   └── ResumeNoMemoryError        the node has no memory for a paused sandbox just now
 ├── DeadlineError                  not done within the time given
 ├── PlatformError                  we failed, not the command
 │   ├── UnavailableError           the service or node cannot be reached
@@ -202,6 +203,12 @@ class QuotaError(CapacityError):
     asked. Without `retry_after_s` something has to end first."""
 
     code = "quota_exceeded"
+
+
+class ResumeNoMemoryError(CapacityError):
+    """A paused sandbox has given its memory back, and the node had none for it in time. It is paused as before."""
+
+    code = "resume_no_memory"
 
 
 class DeadlineError(DsecError):

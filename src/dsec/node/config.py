@@ -10,6 +10,7 @@ from typing import Final
 from dsec.backends.fncall.config import CallsConfig
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
+from dsec.core.rungs import Rung
 from dsec.core.spec import Substrate
 
 ENDED_DIR: Final = "ended"
@@ -34,6 +35,31 @@ class WarmConfig:
             raise InvalidArgumentError("low must be at least 1, and high at least low")
         if self.memory_bytes_max < 0 or self.age_s_max <= 0 or self.idle_s <= 0:
             raise InvalidArgumentError("memory_bytes_max must not be negative, age_s_max and idle_s must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class IdleConfig:
+    """What becomes of sandboxes that nobody uses, each after so long without use; 0: never. Use brings them back."""
+
+    pause_s: float = 0.0  # it is paused; 0: nor does the rest happen
+    page_out_s: float = 0.0  # its memory goes to swap: of machines, where the host has any
+    sleep_s: float = 0.0  # its memory goes to the disk, as in a deep pause: of machines
+    resume_wait_s: float = 10.0  # for memory, of what has given its own back; then a resume fails
+
+    def __post_init__(self) -> None:
+        later = [after for after in (self.page_out_s, self.sleep_s) if after]
+        if min(self.pause_s, self.page_out_s, self.sleep_s, self.resume_wait_s) < 0:
+            raise InvalidArgumentError("what is set about idle sandboxes must not be negative")
+        if later and (not self.pause_s or [self.pause_s, *later] != sorted([self.pause_s, *later])):
+            raise InvalidArgumentError(
+                "an idle sandbox is paused before its memory goes to swap, and that before it goes to the disk",
+                hint="pause_s <= page_out_s <= sleep_s",
+            )
+
+    @property
+    def ladder(self) -> tuple[tuple[float, Rung], ...]:
+        after = ((self.pause_s, Rung.PAUSE), (self.page_out_s, Rung.PAGE_OUT), (self.sleep_s, Rung.SLEEP))
+        return tuple((after_s, rung) for after_s, rung in after if after_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +100,7 @@ class NodeConfig:
     snapshot_freeze_s: float = 30.0  # a sandbox that stands still for longer goes on, and its snapshot has failed
     warm: WarmConfig = WarmConfig()
     collect: CollectConfig = CollectConfig()
+    idle: IdleConfig = IdleConfig()
     datasets: Mapping[str, Path] = field(default_factory=dict)  # directories of the host that sandboxes may read
     calls: CallsConfig = field(default_factory=CallsConfig)
     labels: Mapping[str, str] = field(default_factory=dict)  # what `place.labels` of a sandbox must agree with

@@ -1,29 +1,48 @@
-"""When a sandbox's time is over: time to live since start, and since it was last in use. Pure, on given clocks."""
+"""When a sandbox's time is over: time to live since start, and since it was last in use; and when what nobody uses is
+to take less of its node. Pure, on given clocks."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
 from dsec.core.clock import Clock
+from dsec.core.rungs import Rung
 from dsec.core.states import EndCause
 from dsec.node.rows import SandboxRow
 
 
 class Lifetime:
-    """Monotonic inside; wall time in and out, for callers and the journal. Stands still while paused (ruling 18)."""
+    """Monotonic inside; wall time in and out, for callers and the journal. Stands still while paused (ruling 18); of
+    one that rests (nobody has asked for its pause) being idle goes on."""
 
     __slots__ = (
         "_activities",
+        "_climbed",
         "_clock",
         "_idle_since",
         "_idle_since_wall",
+        "_ladder",
         "_paused_at",
         "_running_until",
+        "resting",
         "ttl_idle_s",
     )
 
-    def __init__(self, clock: Clock, *, running_left_s: float | None, ttl_idle_s: float | None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        running_left_s: float | None,
+        ttl_idle_s: float | None,
+        ladder: Sequence[tuple[float, Rung]] = (),
+    ) -> None:
+        """`ladder`: what happens after how long without use, in order."""
         self._clock = clock
+        self._ladder = ladder
+        self._climbed = 0  # rungs, since it was in use
+        self.resting = False
         now = clock.monotonic_s()
         self.ttl_idle_s = ttl_idle_s
         self._running_until = None if running_left_s is None else now + running_left_s
@@ -33,19 +52,24 @@ class Lifetime:
         self._paused_at: float | None = None
 
     @classmethod
-    def of_row(cls, row: SandboxRow, clock: Clock) -> Lifetime:
+    def of_row(cls, row: SandboxRow, clock: Clock, ladder: Sequence[tuple[float, Rung]] = ()) -> Lifetime:
         """As the journal of the same boot has it. Time that the node was away counts; being idle begins anew."""
         left = row.running_left_s
         if left is None and row.running_until is not None:
             left = max(0.0, row.running_until - clock.monotonic_s())
-        lifetime = cls(clock, running_left_s=left, ttl_idle_s=row.ttl_idle_s)
+        lifetime = cls(clock, running_left_s=left, ttl_idle_s=row.ttl_idle_s, ladder=ladder)
         if row.paused_at is not None:
-            lifetime.pause()
+            lifetime.pause(resting=row.resting)
         return lifetime
 
     @property
     def busy(self) -> bool:
         return self._activities > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody uses it, and nobody has paused it."""
+        return not self.busy and (self.resting or self._paused_at is None)
 
     @property
     def idle_since_wall(self) -> float | None:
@@ -65,6 +89,11 @@ class Lifetime:
     def touch(self) -> None:
         self._idle_since = self._clock.monotonic_s()
         self._idle_since_wall = self._clock.wall_s()
+        self._climbed = 0
+
+    def climb(self) -> None:
+        """That rung was tried: the next one is next, until it is used."""
+        self._climbed += 1
 
     def set(self, *, running_left_s: float | None, ttl_idle_s: float | None) -> None:
         now = self._clock.monotonic_s() if self._paused_at is None else self._paused_at
@@ -72,7 +101,9 @@ class Lifetime:
         self.ttl_idle_s = ttl_idle_s
         self.touch()
 
-    def pause(self) -> None:
+    def pause(self, *, resting: bool = False) -> None:
+        """Also of one that rests: from then on somebody wants it paused."""
+        self.resting = resting
         if self._paused_at is None:
             self._paused_at = self._clock.monotonic_s()
 
@@ -82,7 +113,11 @@ class Lifetime:
             return 0.0
         paused_s = self._clock.monotonic_s() - self._paused_at
         self._paused_at = None
-        self._idle_since += paused_s
+        if self.resting:
+            self.resting = False
+            self.touch()
+        else:
+            self._idle_since += paused_s
         if self._running_until is not None:
             self._running_until += paused_s
         return paused_s
@@ -95,15 +130,19 @@ class Lifetime:
         now = self._clock.monotonic_s() if self._paused_at is None else self._paused_at
         return max(0.0, self._running_until - now)
 
-    def next_deadline(self) -> tuple[float, EndCause] | None:
-        """The moment (monotonic) at which it is over unless something happens before; None: never, as things are."""
-        if self._paused_at is not None:
-            return None
-        moments: list[tuple[float, EndCause]] = []
-        if self._running_until is not None:
+    def next_deadline(self) -> tuple[float, EndCause | Rung] | None:
+        """The moment (monotonic) at which it is over, or takes a rung, unless something happens before; None: never, as
+        things are."""
+        paused = self._paused_at is not None
+        moments: list[tuple[float, EndCause | Rung]] = []
+        if self._running_until is not None and not paused:
             moments.append((self._running_until, EndCause.TTL_RUNNING))
-        if self.ttl_idle_s is not None and not self.busy:
-            moments.append((self._idle_since + self.ttl_idle_s, EndCause.TTL_IDLE))
+        if self.is_idle:
+            if self.ttl_idle_s is not None:
+                moments.append((self._idle_since + self.ttl_idle_s, EndCause.TTL_IDLE))
+            if self._climbed < len(self._ladder):
+                after_s, rung = self._ladder[self._climbed]
+                moments.append((self._idle_since + after_s, rung))
         return min(moments, key=lambda moment: moment[0]) if moments else None
 
 
@@ -116,6 +155,7 @@ def resumed_row(row: SandboxRow, lifetime: Lifetime, now: float) -> tuple[Sandbo
     changed = msgspec.structs.replace(
         row,
         paused_at=None,
+        resting=False,
         paused_monotonic_s=None,
         frozen_s=row.frozen_s + paused_s,
         running_until=None if left is None else now + left,

@@ -1,4 +1,4 @@
-"""Stopping everything inside a sandbox and letting it go on: for a pause, and for the moment of a snapshot.
+"""Stopping everything inside a sandbox and letting it go on: for a pause, for a rest, and for the moment of a snapshot.
 
 All of it happens in the sandbox's turn (`Supervisor.serially`).
 """
@@ -7,26 +7,38 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from dsec.backends.machines import Sleeps
+from dsec.backends.machines import GivesBack, Sleeps
 from dsec.core import limits
 from dsec.core.clock import Clock
 from dsec.core.errors import (
     DeadlineError,
     DsecError,
     NotFoundError,
+    ResumeNoMemoryError,
     SandboxStateError,
     StorageError,
     UnavailableError,
     UnsupportedError,
 )
+from dsec.core.rungs import Rung
 from dsec.core.states import EndCause, SandboxState
+from dsec.core.units import format_size
+from dsec.node.admission import RETRY_SOON_S
+from dsec.node.events import event_of
+from dsec.node.host import memory_available_bytes
 from dsec.node.lifetime import resumed_row
 from dsec.node.services import Services
+from dsec.observe.logs import get_logger
+from dsec.wire.events import EventKind
 
 if TYPE_CHECKING:
     from dsec.node.supervisor import Supervisor
+
+log = get_logger(__name__)
+
+_LOOK_S: Final = 0.25  # at what memory there is, while something waits for it
 
 
 class Pausing:
@@ -44,16 +56,58 @@ class Pausing:
             )
         if sandbox.state is not SandboxState.PAUSED:
             await self._pause(clock)
+        elif sandbox.lifetime.resting:
+            sandbox.lifetime.pause()
+            await sandbox.move_anyway(SandboxState.PAUSED, resting=False)
         if deep:
             await self._sleep()
 
-    async def _pause(self, clock: Clock) -> None:
+    async def rest(self, rung: Rung) -> bool:
+        """In the sandbox's turn, if nobody uses it or wants it paused. False if it is not so, or cannot be of this one.
+        Raises as `pause`."""
+        return await self._sandbox.serially(lambda: self._rest(rung))
+
+    async def _rest(self, rung: Rung) -> bool:
+        sandbox, clock = self._sandbox, self._services.clock
+        if not sandbox.lifetime.is_idle or not await self._take(rung):
+            return False
+        log.info("nobody uses a sandbox", sandbox=sandbox.id, rung=str(rung))
+        with suppress(DsecError):  # it rests, whoever is told
+            event = event_of(sandbox.row, EventKind.RESTED, clock.wall_s(), detail=str(rung))
+            await self._services.journal.note([event])
+        return True
+
+    async def _take(self, rung: Rung) -> bool:
+        sandbox = self._sandbox
+        instance = sandbox.instance
+        if rung is Rung.PAUSE:
+            if sandbox.state is not SandboxState.RUNNING:
+                return False
+            await self._pause(self._services.clock, resting=True)
+            return True
+        if sandbox.state is not SandboxState.PAUSED:
+            return False
+        if rung is Rung.PAGE_OUT:
+            return isinstance(instance, GivesBack) and instance.give_back()
+        if not (isinstance(instance, Sleeps) and instance.can_sleep):
+            return False
+        try:
+            with sandbox.changing_disk(""):
+                pass
+        except SandboxStateError:  # a snapshot is being made of what would go
+            sandbox.lifetime.touch()
+            return False
+        await self._sleep()
+        return True
+
+    async def _pause(self, clock: Clock, *, resting: bool = False) -> None:
         sandbox = self._sandbox
         await self._stop()
         left = sandbox.lifetime.running_left_s
-        sandbox.lifetime.pause()
+        sandbox.lifetime.pause(resting=resting)
         await sandbox.move_anyway(
             SandboxState.PAUSED,
+            resting=resting,
             paused_at=clock.wall_s(),
             paused_monotonic_s=clock.monotonic_s(),
             running_until=None,
@@ -94,7 +148,31 @@ class Pausing:
             await instance.sleep_on()  # as the journal has it
             raise
 
-    async def resume(self) -> None:
+    async def resume_when_there_is_memory(self) -> None:
+        """In the sandbox's turn. Raises ResumeNoMemoryError: it is paused as before (ruling 19)."""
+        sandbox, config, clock = self._sandbox, self._services.config, self._services.clock
+        until_s = clock.monotonic_s() + config.idle.resume_wait_s
+        while sandbox.state is SandboxState.PAUSED and self._has_given_back():
+            left = memory_available_bytes()
+            if left >= config.memory_available_bytes_min:
+                break
+            if clock.monotonic_s() >= until_s:
+                raise ResumeNoMemoryError(
+                    f"the node has {format_size(left)} of memory left, and "
+                    f"{format_size(config.memory_available_bytes_min)} are kept for what runs already",
+                    hint="it is paused as before; pause or destroy others on its node",
+                    sandbox=sandbox.id,
+                    retry_after_s=RETRY_SOON_S,
+                )
+            await self._services.sleep(_LOOK_S)
+        await sandbox.serially(self._resume)
+
+    def _has_given_back(self) -> bool:
+        instance = self._sandbox.instance
+        asleep = isinstance(instance, Sleeps) and instance.asleep
+        return asleep or (isinstance(instance, GivesBack) and instance.gave_back)
+
+    async def _resume(self) -> None:
         sandbox = self._sandbox
         sandbox.check_alive()
         if sandbox.state is SandboxState.RUNNING:

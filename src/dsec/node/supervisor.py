@@ -68,7 +68,7 @@ class Supervisor:
         self._disk_change: str | None = None
         clock = services.clock
         self.meter = UsageMeter(clock.monotonic_s(), memory_gib_s=row.memory_gib_s)
-        self.lifetime = Lifetime.of_row(row, clock)
+        self.lifetime = Lifetime.of_row(row, clock, services.config.idle.ladder if backend.capabilities.pause else ())
         metrics.SANDBOXES.labels(row.spec.substrate, row.state).inc()
         self.execs = ExecTable(row.id, services.records)
         self._desk = ExecDesk(
@@ -419,7 +419,7 @@ class Supervisor:
         await self.serially(lambda: self.pausing.pause(deep=deep))
 
     async def resume(self) -> None:
-        await self.serially(self.pausing.resume)
+        await self.pausing.resume_when_there_is_memory()
 
     def running_instance(self) -> Instance:
         if self.state is not SandboxState.RUNNING or self.instance is None:

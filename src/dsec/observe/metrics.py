@@ -64,6 +64,12 @@ AGENT_VIOLATIONS: Final = Counter(
     "Times that an agent broke the protocol and its sandbox was failed for it.",
     registry=REGISTRY,
 )
+RESTS: Final = Counter(
+    "dsec_idle_rests_total",
+    "Idle sandboxes that were made to take less of the node, by rung: pause, page_out, sleep.",
+    ["rung"],
+    registry=REGISTRY,
+)
 REAPS: Final = Counter(
     "dsec_reaps_total",
     "What the reaper ended, by reason: ttl_running, ttl_idle, leftover.",

@@ -1697,8 +1697,8 @@ class Client(Blocking[AsyncClient]):
         job: str | None = None,
         kinds: Sequence[str] = (),
     ) -> Iterator[Event]:
-        """What happens to sandboxes, in order, over lost connections: created, running, paused, resumed, snapshot,
-        rolled_back, destroyed, expired, failed. `kinds`: only these; operators see nodes, too.
+        """What happens to sandboxes, in order, over lost connections: created, running, paused, resumed, rested,
+        snapshot, rolled_back, destroyed, expired, failed. `kinds`: only these; operators see nodes, too.
 
             for event in client.events(labels={"run": "7"}):
                 print(event.kind, event.sandbox, event.cause)

@@ -24,7 +24,7 @@ from dsec.core.spec import Substrate
 from dsec.core.units import parse_size
 from dsec.image.registry.client import RegistrySettings
 from dsec.image.residue import check_pattern
-from dsec.node.config import CollectConfig, NodeConfig, WarmConfig
+from dsec.node.config import CollectConfig, IdleConfig, NodeConfig, WarmConfig
 from dsec.node.volumes import check_datasets
 from dsec.observe.logs import LEVELS
 from dsec.serve.cluster_settings import ClusterSettings
@@ -99,6 +99,18 @@ class WarmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         )
 
 
+class IdleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`dsec.node.config` says what each is for."""
+
+    pause_s: float = 0.0
+    page_out_s: float = 0.0
+    sleep_s: float = 0.0
+    resume_wait_s: float = 10.0
+
+    def config(self) -> IdleConfig:
+        return IdleConfig(self.pause_s, self.page_out_s, self.sleep_s, self.resume_wait_s)
+
+
 class CollectSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`dsec.node.config` says what each is for."""
 
@@ -131,6 +143,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     snapshot_freeze_s: float = 30.0  # a sandbox that stands still for longer goes on, and its snapshot has failed
     warm: WarmSettings = WarmSettings()
     collect: CollectSettings = CollectSettings()
+    idle: IdleSettings = IdleSettings()
     datasets: dict[str, str] = {}  # name → directory of the node, which sandboxes of every project may read
 
     def __post_init__(self) -> None:
@@ -154,6 +167,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             snapshot_freeze_s=self.snapshot_freeze_s,
             warm=self.warm.config(),
             collect=self.collect.config(blob_bytes_max=limits.IMAGE_CACHE_BYTES_DEFAULT),
+            idle=self.idle.config(),
             datasets=check_datasets(self.datasets, own=(state_dir, run_dir)),
         )
 

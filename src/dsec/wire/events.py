@@ -25,6 +25,7 @@ class EventKind(enum.StrEnum):
     RUNNING = "running"
     PAUSED = "paused"
     RESUMED = "resumed"
+    RESTED = "rested"  # nobody has used it for a while; `detail` is the rung: pause, page_out, sleep
     SNAPSHOT = "snapshot"
     ROLLED_BACK = "rolled_back"
     DESTROYED = "destroyed"  # by somebody

@@ -174,6 +174,13 @@ class MachineInstance(Generic[R]):
         if self._page_out and self._memory is not None:
             self._memory.give_back()
 
+    def give_back(self) -> bool:
+        return self._memory is not None and self._memory.give_back()
+
+    @property
+    def gave_back(self) -> bool:
+        return self._memory is not None and self._memory.given_back
+
     async def resume(self) -> None:
         """Raises HostError; it may be asked for again."""
         fault_point("vm.resume")

@@ -21,11 +21,17 @@ class PausedMemory:
         self._stop = threading.Event()
         self._work: asyncio.Task[None] | None = None
 
-    def give_back(self) -> None:
-        """Begins, if the host has swap; else it keeps what it has."""
+    @property
+    def given_back(self) -> bool:
+        """Some of it may be gone."""
+        return self._work is not None
+
+    def give_back(self) -> bool:
+        """Begins, if the host has swap; else it keeps what it has, and this is False."""
         if self._work is None and has_swap():
             self._stop.clear()
             self._work = asyncio.get_running_loop().create_task(self._page_out())
+        return self._work is not None
 
     async def keep(self) -> None:
         """No more of it is taken when this returns. Idempotent."""
