@@ -20,9 +20,9 @@ from pathlib import Path
 import msgspec
 
 from dsec import __version__
-from dsec.cluster.engine.buckets import EngineRegistry
 from dsec.cluster.engine.connection import Engine, EngineSettings
 from dsec.cluster.engine.layout import Layout
+from dsec.cluster.engine.own import OwnKeys
 from dsec.cluster.link.server import NodeListener
 from dsec.cluster.members.fence import FencedService
 from dsec.cluster.members.membership import Membership
@@ -260,7 +260,7 @@ async def _join(plan: Plan, identity: Identity, rng: random.Random, stack: Async
         """These sandboxes have no names."""
 
     membership = Membership(
-        EngineRegistry(engine),
+        OwnKeys(engine, node),
         tell,
         card,
         installation=node,

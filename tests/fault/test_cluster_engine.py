@@ -147,62 +147,6 @@ async def test_an_engine_that_is_away_is_told_with_what_is_known_of_the_write(
     assert (silent.value.outcome, never.value.outcome) == (Outcome.UNKNOWN, Outcome.UNCHANGED)
 
 
-async def test_a_nodes_credentials_write_its_own_keys_and_nobody_elses(servers: NatsServers) -> None:
-    node, other = new_node_id(), new_node_id()
-    engine = await servers.connect(node, servers.node(node))
-    registry, log = EngineRegistry(engine), EngineLog(engine)
-    control = EngineRegistry(await servers.connect())
-    await control.put(Bucket.NODES, other, b"theirs")
-
-    await registry.create(Bucket.NODES, node, b"mine")
-    await log.append(EVENTS, f"sandbox.{node}", b"mine", id="1")
-    await log.append(LogStream.TRAJECTORIES, f"{node}.run.sbx", b"mine", id="2")
-    assert await registry.get(Bucket.NODES, other) is not None  # who is a member is no secret
-    refused: list[Callable[[], Awaitable[object]]] = [
-        lambda: registry.put(Bucket.NODES, other, b"forged"),
-        lambda: registry.put(Bucket.SANDBOXES, f"{node}.sbx", b"forged"),  # tombstones are the watcher's
-        lambda: registry.put(Bucket.OPS, "p.key", b"forged"),
-        lambda: log.append(EVENTS, f"sandbox.{other}", b"forged", id="3"),
-        lambda: log.append(LogStream.TRAJECTORIES, f"{other}.run.sbx", b"forged", id="4"),
-        lambda: log.purge(EVENTS, "sandbox"),
-        lambda: registry.get(Bucket.OPS, "p.key"),
-        lambda: registry.entries(Bucket.NODES),
-        lambda: engine.ask("STREAM.DELETE.KV_dsec-test-NODES", {}, dict),
-    ]
-    results = await asyncio.gather(*(attempt() for attempt in refused), return_exceptions=True)
-
-    assert [type(result) for result in results] == [ForbiddenError] * len(refused)
-    entry = await control.get(Bucket.NODES, other)
-    assert entry is not None
-    assert entry.value == b"theirs"
-
-
-async def test_a_nodes_credentials_reach_no_others_records_by_headers_replies_or_ids(servers: NatsServers) -> None:
-    node, other = new_node_id(), new_node_id()
-    engine = await servers.connect(node, servers.node(node))
-    control = await servers.connect()
-    registry, log, layout = EngineRegistry(control), EngineLog(control), servers.layout
-    ours = {Bucket.MEMBERS: other, Bucket.IAM: "000000000001", Bucket.LEASES: "watcher", Bucket.SANDBOXES: f"{other}.a"}
-    for bucket, key in ours.items():
-        await registry.put(bucket, key, b"theirs")
-    own = layout.log_subject(EVENTS, f"sandbox.{node}")
-
-    mine = layout.node_subject(Bucket.MEMBERS, node)
-    assert mine is not None
-    await engine.client.publish(mine, b"x", headers={"Nats-Rollup": "all"})
-    for bucket in (Bucket.IAM, Bucket.LEASES, Bucket.SANDBOXES):
-        await engine.client.publish(own, b"x", reply=f"$KV.{layout.bucket(bucket)}.{ours[bucket]}")
-        await engine.client.publish(own, b"x", reply=f"$JS.API.STREAM.PURGE.{layout.bucket_stream(bucket)}")
-    await engine.client.flush()
-    await log.append(EVENTS, f"sandbox.{node}", b"the last", id="last")
-
-    for bucket, key in ours.items():
-        entry = await registry.get(bucket, key)
-        assert entry is not None
-        assert (bucket, entry.value) == (bucket, b"theirs")
-    assert await registry.get(Bucket.MEMBERS, node) is None
-
-
 async def test_a_cluster_that_nothing_has_set_up_yet_is_waited_for(tmp_path: Path) -> None:
     async with nats_servers(tmp_path / "nats") as servers:
         engine = await servers.connect()
@@ -217,8 +161,14 @@ async def test_a_cluster_that_nothing_has_set_up_yet_is_waited_for(tmp_path: Pat
 
 async def test_credentials_of_nobody_are_refused(servers: NatsServers) -> None:
     forged = user_credentials(SigningKey.generate("account"), "x", servers.layout.control_rights())
-    with pytest.raises((ForbiddenError, UnavailableError), match=r"(?i)authorization|credentials"):
-        await Engine.connect(EngineSettings(servers.urls, servers.layout, "x", forged, servers.tls()), timeout_s=2)
+    settings = EngineSettings(servers.urls, servers.layout, "x", forged, servers.tls())
+    for patience_s in (1, 5, 25):  # it is told of when that is over; a busy server may not have answered by then
+        with pytest.raises((ForbiddenError, UnavailableError)) as refused:
+            await Engine.connect(settings, timeout_s=patience_s)
+        if isinstance(refused.value, ForbiddenError):
+            break
+
+    assert isinstance(refused.value, ForbiddenError)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import json
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 
 from dsec.core.errors import NotFoundError, UnavailableError, UnsupportedError
 from dsec.sdk.client import AsyncClient
+from dsec.sdk.sync import Client
 from dsec.testing.clusters import ClusterProcesses, cluster_processes
 from dsec.testing.nats_servers import NatsServers, nats_server
 from dsec.wire.events import Event
@@ -49,12 +51,23 @@ def servers(place: Path) -> Iterator[NatsServers]:
 @pytest.fixture(scope="module")
 def cluster(place: Path, servers: NatsServers) -> Iterator[ClusterProcesses]:
     with cluster_processes(place, servers) as cluster:
-        for name in ("node1", "node2"):
-            cluster.start_node(name)
         for name in APIS:
             cluster.start_api(name)
         cluster.start_watcher("watcher")
+        for name in ("node1", "node2"):
+            cluster.start_node(name)
+        for name in APIS:
+            wait_for_nodes(cluster, name)
         yield cluster
+
+
+def wait_for_nodes(cluster: ClusterProcesses, name: str) -> None:
+    """Until the replica knows that all take something: cards come to it by themselves."""
+    deadline = time.monotonic() + 60
+    with Client(f"unix://{cluster.socket(name)}") as client:
+        while sum(node.fits for node in client.explain("base", backend="fake").nodes) < len(cluster.nodes):
+            assert time.monotonic() < deadline, cluster.log(name)[-2_000:]
+            time.sleep(0.05)
 
 
 @dataclass

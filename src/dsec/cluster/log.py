@@ -38,8 +38,8 @@ class Record(NamedTuple):
     body: bytes
 
 
-class Log(Protocol):
-    """Raises UnavailableError as a Registry does."""
+class Appends(Protocol):
+    """What a node has of a Log. Raises UnavailableError as a Registry does."""
 
     async def append(self, stream: LogStream, subject: str, body: bytes, *, id: str, after: int | None = None) -> int:
         """Durable once it returns; the record's sequence. With an `id` that was appended lately: the sequence of then.
@@ -49,6 +49,8 @@ class Log(Protocol):
         """
         ...
 
+
+class Log(Appends, Protocol):
     async def read(self, stream: LogStream, subject: str, *, after: int = 0, limit: int = 256) -> list[Record]:
         """Records of the subject, or of all below it, in order; those with a larger sequence than `after`."""
         ...

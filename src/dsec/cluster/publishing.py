@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final
 
-from dsec.cluster.log import Log, LogStream, node_subject
+from dsec.cluster.log import Appends, LogStream, node_subject
 from dsec.core.errors import DsecError
 from dsec.core.limits import EVENTS_RECORD_BYTES_MAX, EVENTS_RECORD_MAX
 from dsec.observe.logs import get_logger
@@ -18,13 +18,14 @@ from dsec.wire.following import BEGINNING, EventSource
 log = get_logger(__name__)
 
 _RETRY_S: Final = 1.0
+_APART_S: Final = 0.05  # between two records: what happens meanwhile goes into one
 
 
 class EventPublisher:
     """`told`: up to which event the log had them when that was last kept by `keep`. What was told after that, by a
     process that was killed, is told again: readers know it by its number."""
 
-    def __init__(self, log: Log, source: EventSource, told: int, keep: Callable[[int], Awaitable[None]]) -> None:
+    def __init__(self, log: Appends, source: EventSource, told: int, keep: Callable[[int], Awaitable[None]]) -> None:
         self._log = log
         self._source = source
         self._at = (told, 0)
@@ -37,7 +38,9 @@ class EventPublisher:
         while True:
             news = self._source.news()
             try:
-                if not await self._tell_some():
+                if await self._tell_some():
+                    await asyncio.sleep(_APART_S)
+                else:
                     await news.wait()
             except DsecError as error:
                 log.info("events cannot be told now", why=error.message)

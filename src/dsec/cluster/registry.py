@@ -48,14 +48,13 @@ class Snapshot(NamedTuple):
     entries: tuple[Entry, ...]
 
 
-class Registry(Protocol):
-    """Raises UnavailableError when the engine cannot be asked: `unchanged` when nothing was written for sure."""
+class Keys(Protocol):
+    """What a node has of a Registry: its own keys (`members.membership`).
+
+    Raises UnavailableError when the engine cannot be asked: `unchanged` when nothing was written for sure.
+    """
 
     async def get(self, bucket: Bucket, key: str) -> Entry | None: ...
-
-    async def entries(self, bucket: Bucket, prefix: str = "") -> list[Entry]:
-        """Those whose key is `prefix`, or begins with `prefix` and a dot; all without one. In order of keys."""
-        ...
 
     async def create(self, bucket: Bucket, key: str, value: bytes, *, ttl_s: float | None = None) -> int:
         """The revision. Raises ConflictError when the key is there."""
@@ -63,6 +62,12 @@ class Registry(Protocol):
 
     async def update(self, bucket: Bucket, key: str, value: bytes, *, revision: int, ttl_s: float | None = None) -> int:
         """Raises ConflictError when the key is not at `revision` any more. The time to live begins again, or ends."""
+        ...
+
+
+class Registry(Keys, Protocol):
+    async def entries(self, bucket: Bucket, prefix: str = "") -> list[Entry]:
+        """Those whose key is `prefix`, or begins with `prefix` and a dot; all without one. In order of keys."""
         ...
 
     async def put(self, bucket: Bucket, key: str, value: bytes, *, ttl_s: float | None = None) -> int:

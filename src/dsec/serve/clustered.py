@@ -15,8 +15,10 @@ from dsec import __version__
 from dsec.cluster.endednames import EndedNames
 from dsec.cluster.engine.buckets import EngineRegistry
 from dsec.cluster.engine.connection import Engine, EngineSettings
+from dsec.cluster.engine.desk import NodeDesk
 from dsec.cluster.engine.layout import Layout
 from dsec.cluster.engine.log import EngineLog
+from dsec.cluster.engine.own import OwnKeys, OwnLog
 from dsec.cluster.engine.setup import prepare
 from dsec.cluster.events import EventTail
 from dsec.cluster.jobs.keeper import JobKeeper
@@ -126,7 +128,7 @@ class _Clustered:
         self.stack.push_async_callback(self.engine.close)
 
     async def follow_nodes(self) -> Nodes:
-        """After buckets and streams have been made."""
+        """After buckets and streams have been made. From then on it serves nodes what is their own."""
         cluster = self.config.cluster
         await prepare(self.engine, replicas=cluster.replicas, log_bytes_max=cluster.log_size())
         nodes = Nodes(EngineRegistry(self.engine), self.clock)
@@ -137,6 +139,9 @@ class _Clustered:
             nodes.heard(message.subject.rpartition(".")[2], message.data)
 
         await self.engine.listen(self.engine.layout.heartbeat("*"), heard)
+        desk = NodeDesk(self.engine, retired=nodes.retired)
+        self.stack.push_async_callback(desk.close)
+        await desk.open()
         return nodes
 
     async def follow_jobs(self, registry: EngineRegistry) -> Jobs:
@@ -247,7 +252,7 @@ class NodeProcess(_Clustered):
     def _publish(self) -> None:
         journal = self.node.journal
         publisher = EventPublisher(
-            EngineLog(self.engine), journal.events, journal.events_told(), journal.keep_events_told
+            OwnLog(self.engine, self.node.id), journal.events, journal.events_told(), journal.keep_events_told
         )
         self.stack.push_async_callback(_ended, asyncio.create_task(publisher.run(), name="tell events"))
 
@@ -279,7 +284,7 @@ class NodeProcess(_Clustered):
             await self.node.journal.note([event_of(row, EventKind.RETURNED, at) for row in rows])
 
         return Membership(
-            EngineRegistry(self.engine),
+            OwnKeys(self.engine, self.node.id),
             tell,
             card,
             installation=installation,

@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from dsec.wire.errors import ErrorBody
 from dsec.wire.records import NodeLoad
 
 
@@ -61,6 +62,38 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     term: int
     load: NodeLoad
     admits: bool = True  # new sandboxes
+
+
+class OwnKey(msgspec.Struct, frozen=True, kw_only=True, tag="read", forbid_unknown_fields=True):
+    """Asked by a node: a key of its own, or the ruling of it."""
+
+    bucket: str
+    key: str
+
+
+class OwnWrite(msgspec.Struct, frozen=True, kw_only=True, tag="write", forbid_unknown_fields=True):
+    """Asked by a node: its card, or its membership. Written once, however often it is asked for under its `id`."""
+
+    bucket: str
+    value: bytes
+    id: str
+    revision: int | None = None  # of what is there; None: nothing
+    ttl_s: float | None = None
+
+
+class OwnEvents(msgspec.Struct, frozen=True, kw_only=True, tag="events", forbid_unknown_fields=True):
+    """Asked by a node: a record of events of its own."""
+
+    body: bytes
+    id: str
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a node is answered: `revision` of what is there or was written, 0 for nothing; or an error."""
+
+    value: bytes = b""
+    revision: int = 0
+    error: ErrorBody | None = None
 
 
 def ruling_key(node: str) -> str:

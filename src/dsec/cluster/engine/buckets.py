@@ -75,11 +75,14 @@ class EngineRegistry:
             finally:
                 await watch.end()
 
-    async def create(self, bucket: Bucket, key: str, value: bytes, *, ttl_s: float | None = None) -> int:
+    async def create(
+        self, bucket: Bucket, key: str, value: bytes, *, ttl_s: float | None = None, id: str | None = None
+    ) -> int:
+        """`id`: of a write that may be asked for again, by whom it is done once."""
         expected = 0
         for _ in range(_ROUNDS):
             try:
-                return await self._write(bucket, key, value, ttl_s, expected)
+                return await self._write(bucket, key, value, ttl_s, expected, id)
             except ConflictError:
                 entry, expected = await self._last(bucket, key)
                 if entry is not None:
@@ -87,9 +90,18 @@ class EngineRegistry:
                 # What was there was deleted, or its time is over: the place of the marker is what we expect.
         raise UnavailableError(f"{bucket}/{key} changes all the time")
 
-    async def update(self, bucket: Bucket, key: str, value: bytes, *, revision: int, ttl_s: float | None = None) -> int:
+    async def update(
+        self,
+        bucket: Bucket,
+        key: str,
+        value: bytes,
+        *,
+        revision: int,
+        ttl_s: float | None = None,
+        id: str | None = None,
+    ) -> int:
         try:
-            return await self._write(bucket, key, value, ttl_s, revision)
+            return await self._write(bucket, key, value, ttl_s, revision, id)
         except ConflictError:
             raise ConflictError(f"{bucket}/{key} is not at revision {revision} any more") from None
 
@@ -121,10 +133,12 @@ class EngineRegistry:
                     await watch.end()
             await asyncio.sleep(_RETRY_S)
 
-    async def _write(self, bucket: Bucket, key: str, value: bytes, ttl_s: float | None, expected: int | None) -> int:
+    async def _write(
+        self, bucket: Bucket, key: str, value: bytes, ttl_s: float | None, expected: int | None, id: str | None = None
+    ) -> int:
         stream, subject = self._layout.bucket_stream(bucket), await self._place(bucket) + check_key(key)
         ttl = whole_ttl_s(ttl_s)
-        return await self._engine.write(stream, subject, check_value(value), expected=expected, ttl_s=ttl)
+        return await self._engine.write(stream, subject, check_value(value), id=id, expected=expected, ttl_s=ttl)
 
     async def _last(self, bucket: Bucket, key: str) -> tuple[Entry | None, int]:
         """The entry, and the sequence of what is there in its place; 0: nothing."""
@@ -137,7 +151,7 @@ class EngineRegistry:
 
     async def _place(self, bucket: Bucket) -> str:
         """What subjects of its keys begin with."""
-        known = self._layout.node_subject(bucket) or self._places.get(bucket)
+        known = self._places.get(bucket)
         if known is None:
             found: _Info = await self._engine.ask(f"STREAM.INFO.{self._layout.bucket_stream(bucket)}", {}, _Info)
             known = self._places[bucket] = found.config.subjects[0].removesuffix(">")

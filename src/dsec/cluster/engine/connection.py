@@ -9,7 +9,7 @@ import re
 import secrets
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -17,7 +17,7 @@ import msgspec
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
+from nats.aio.subscription import DEFAULT_SUB_PENDING_MSGS_LIMIT, Subscription
 
 from dsec.cluster.engine.credentials import Shown
 from dsec.cluster.engine.layout import Layout
@@ -173,9 +173,17 @@ class Engine:
         with contextlib.suppress(nats.errors.Error):
             await self.client.publish(subject, body)
 
-    async def listen(self, subject: str, heard: Callable[[Msg], Awaitable[None]]) -> Subscription:
+    async def listen(
+        self,
+        subject: str,
+        heard: Callable[[Msg], Awaitable[None]],
+        *,
+        queue: str = "",
+        waiting_max: int = DEFAULT_SUB_PENDING_MSGS_LIMIT,
+    ) -> Subscription:
+        """`queue`: each message goes to one of those in it. `waiting_max`: what comes beyond is dropped."""
         try:
-            return await self.client.subscribe(subject, cb=heard)
+            return await self.client.subscribe(subject, queue, cb=heard, pending_msgs_limit=waiting_max)
         except nats.errors.Error as error:
             raise UnavailableError(f"cannot listen on {subject}: {_said(error)}") from error
 
@@ -210,7 +218,7 @@ class Engine:
             raise _error(ack.error, subject)
 
         try:
-            return int(await self._ask(subject, body, read, headers=sent, timeout_s=timeout_s))
+            return int(await self.request((subject,), body, read, headers=sent, timeout_s=timeout_s))
         except ConflictError:
             # An attempt that was not answered may be what stands there now: the server looks at the id last.
             last = await self.last(stream, subject)
@@ -237,27 +245,33 @@ class Engine:
                 raise _error(error, verb)
             return from_json(answer, kind)
 
-        return await self._ask(subject, to_json(body), read, headers=None, timeout_s=timeout_s)
+        return await self.request((subject,), to_json(body), read, timeout_s=timeout_s)
 
-    async def _ask(
+    async def request(
         self,
-        subject: str,
+        subjects: Sequence[str],
         body: bytes,
         read: Callable[[bytes], Any],
         *,
-        headers: dict[str, str] | None,
-        timeout_s: float,
+        headers: dict[str, str] | None = None,
+        timeout_s: float = ENGINE_WAIT_S,
+        nobody: str = "nobody is in charge of the stream now",
     ) -> Any:
+        """Until `read` takes an answer; it raises NotNow for one that may change. Each attempt goes to the next of
+        `subjects`, and then to the last one."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         uncertain = False
         why = "it does not answer"
+        attempt = 0
         while (left := until - loop.time()) > 0:
+            subject = subjects[min(attempt, len(subjects) - 1)]
+            attempt += 1
             try:
                 reply = await self.client.request(subject, body, timeout=min(_ATTEMPT_S, left), headers=headers)
                 return read(reply.data)
             except nats.errors.NoRespondersError:
-                why = "nobody is in charge of the stream now"
+                why = nobody
             except nats.errors.OutboundBufferLimitError:
                 why = "it is away"
             except (nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError) as error:
@@ -265,7 +279,7 @@ class Engine:
             except (nats.errors.Error, TimeoutError) as error:
                 uncertain = True
                 why = _said(error)
-            except _NotNow as error:
+            except NotNow as error:
                 why = error.why
             if self._is_refused(subject):
                 raise ForbiddenError(f"the engine refuses {subject} to {self.settings.who}")
@@ -322,7 +336,9 @@ class Engine:
         )
 
 
-class _NotNow(Exception):
+class NotNow(Exception):
+    """An answer that may be another one soon."""
+
     def __init__(self, why: str) -> None:
         self.why = why
 
@@ -349,7 +365,7 @@ def _error(error: ApiError, what: str) -> Exception:
             hint="`dsec api` and `dsec watcher` set it up when they start",
         )
     if error.code in (503, 408) or error.err_code == 10158:
-        return _NotNow(error.description)
+        return NotNow(error.description)
     return PlatformError(f"the engine refuses {what}: {error.description} ({error.err_code})")
 
 

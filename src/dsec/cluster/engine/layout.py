@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dsec.cluster.log import LogStream, node_subject
+from dsec.cluster.log import LogStream
 from dsec.cluster.registry import Bucket
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.ids import NodeId
@@ -19,7 +19,6 @@ _MARKER_S: Final = 60  # a deletion is told of for so long; watchers that are aw
 _AUDIT_PART: Final = 8  # of what a stream of events may have
 _AUDIT_BYTES_MIN: Final = 16 * MIB
 _DUPLICATES_S: Final = 60  # above the time for which a write is tried again
-_NODES_OWN: Final = (Bucket.NODES, Bucket.MEMBERS)  # with keys that nodes write
 _PREFIXES: Final = {LogStream.EVENTS: "ev", LogStream.AUDIT: "audit", LogStream.TRAJECTORIES: "t"}
 
 
@@ -47,11 +46,6 @@ class Layout:
     def bucket(self, bucket: Bucket) -> str:
         return f"dsec-{self.unit}-{bucket}"
 
-    def node_subject(self, bucket: Bucket, key: str = "") -> str | None:
-        """Of a key of a bucket that nodes write to. None: of others only who may ask the engine knows the subjects. It
-        sends acknowledgements to whatever subject the asker names, so a node that knew them could write there, too."""
-        return f"$KV.{self.bucket(bucket)}.{key}" if bucket in _NODES_OWN else None
-
     def log_stream(self, stream: LogStream) -> str:
         return f"dsec-{self.unit}-{stream}"
 
@@ -61,6 +55,14 @@ class Layout:
     def heartbeat(self, node: NodeId | str) -> str:
         """`*` for those of all nodes."""
         return f"{self.prefix}.hb.{node}"
+
+    def desk(self, node: NodeId | str) -> str:
+        """Where a node asks replicas and watchers, any one of them. `*` for what all nodes ask."""
+        return f"{self.prefix}.desk.{node}"
+
+    def desks(self, node: NodeId | str) -> str:
+        """The same, all of them: one may have gone without the engine's knowing."""
+        return f"{self.prefix}.desks.{node}"
 
     def inbox(self, who: str) -> str:
         """Of one client: what is answered to one is read by no other."""
@@ -78,7 +80,9 @@ class Layout:
     def _bucket_config(self, bucket: Bucket, replicas: int) -> dict[str, Any]:
         return {
             "name": self.bucket_stream(bucket),
-            "subjects": [f"{self.node_subject(bucket) or f'$KV.{self.bucket(bucket)}.{secrets.token_hex(8)}.'}>"],
+            # The engine sends acknowledgements to whatever subject an asker names: this one is told only to who may ask
+            # for streams. Nodes ask the engine for nothing; here is one more thing that they lack.
+            "subjects": [f"$KV.{self.bucket(bucket)}.{secrets.token_hex(8)}.>"],
             "storage": "file",
             "num_replicas": replicas,
             "retention": "limits",
@@ -89,10 +93,8 @@ class Layout:
             "allow_direct": True,
             "allow_msg_ttl": True,
             "duplicate_window": _DUPLICATES_S * _NS,
-            # Markers need roll-ups, and by one of those a node could remove what there is of all others. Members have
-            # no time to live; cards, which nodes write again and again, do.
-            "allow_rollup_hdrs": bucket != Bucket.MEMBERS,
-            "subject_delete_marker_ttl": 0 if bucket == Bucket.MEMBERS else _MARKER_S * _NS,
+            "allow_rollup_hdrs": True,  # markers need it
+            "subject_delete_marker_ttl": _MARKER_S * _NS,
         }
 
     def _log_config(self, stream: LogStream, replicas: int, bytes_max: int) -> dict[str, Any]:
@@ -118,20 +120,10 @@ class Layout:
     # -- rights (ruling 5) -------------------------------------------------------------------------
 
     def node_rights(self, node: NodeId) -> Rights:
-        """A node writes what is its own, and reads who is a member. It watches, purges and makes nothing."""
-        own = [f"{self.node_subject(bucket)}{node}" for bucket in _NODES_OWN]
-        # No consumers and no direct reads: the engine would send what they find to whatever subject the node names, and
-        # by that a node could put its own words into the mouths of others.
-        api = [f"$JS.API.STREAM.MSG.GET.{self.bucket_stream(bucket)}" for bucket in _NODES_OWN]
+        """A node tells its load, and asks who has rights of its own to write for it (`engine.desk`). It has none with
+        the engine: whoever may ask that chooses where the answer goes, and so writes to any subject that keeps it."""
         return Rights(
-            publish=(
-                self.heartbeat(node),
-                self.log_subject(LogStream.EVENTS, node_subject(node)),
-                self.log_subject(LogStream.TRAJECTORIES, f"{node}.>"),
-                *own,
-                *api,
-            ),
-            subscribe=(f"{self.inbox(node)}.>",),
+            publish=(self.heartbeat(node), self.desk(node), self.desks(node)), subscribe=(f"{self.inbox(node)}.>",)
         )
 
     def control_rights(self) -> Rights:

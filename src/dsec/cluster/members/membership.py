@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from dsec.cluster.registry import Bucket, Entry, Registry
+from dsec.cluster.registry import Bucket, Entry, Keys
 from dsec.core.clock import Clock
 from dsec.core.errors import (
     ConflictError,
@@ -54,7 +54,7 @@ class Membership:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: Keys,
         tell: Callable[[bytes], Awaitable[None]],
         card: Card,
         *,

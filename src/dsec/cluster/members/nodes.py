@@ -111,6 +111,10 @@ class Nodes:
     def find(self, node: NodeId) -> NodeView | None:
         return self._views.get(node)
 
+    def retired(self, node: NodeId) -> bool:
+        view = self._views.get(node)
+        return view is not None and view.ruling.wanted == Wanted.RETIRE
+
     def address(self, node: NodeId) -> Address:
         """See `Directory`. Of a node whose card has ended, the last one: its sandboxes may be there yet."""
         view = self._views.get(node)

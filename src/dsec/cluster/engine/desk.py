@@ -1,0 +1,145 @@
+"""Writes for nodes what is their own: replicas and watchers serve this, and nodes have no rights with the engine.
+
+The engine answers to any subject that an asker names, those that it keeps included, so who may ask it for anything may
+write anywhere. Here an answer goes to the asker's own inbox or nowhere, and what is written is looked at before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from dsec.cluster.engine.buckets import EngineRegistry
+from dsec.cluster.engine.connection import Engine
+from dsec.cluster.engine.log import EngineLog
+from dsec.cluster.log import LogStream, node_subject
+from dsec.cluster.registry import Bucket
+from dsec.core.errors import (
+    DsecError,
+    ForbiddenError,
+    InvalidArgumentError,
+    NodeRetiredError,
+    Outcome,
+    UnavailableError,
+)
+from dsec.core.ids import NodeId, parse_node_id
+from dsec.core.limits import DESK_ASKED_MAX, DESK_WAITING_MAX
+from dsec.observe.logs import get_logger
+from dsec.wire.cluster import Card, Member, OwnEvents, OwnKey, OwnWrite, Told, ruling_key
+from dsec.wire.codec import pack, unpack
+from dsec.wire.errors import body_of
+
+log = get_logger(__name__)
+
+_GROUP: Final = "desk"
+_SERVE_S: Final = 5.0  # then who asked has asked again: under the same id, so what was half done is done once
+_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,128}\Z")  # it goes into a header
+_KINDS: Final[dict[Bucket, type[Card] | type[Member]]] = {Bucket.NODES: Card, Bucket.MEMBERS: Member}
+
+
+class NodeDesk:
+    def __init__(self, engine: Engine, *, retired: Callable[[NodeId], bool]) -> None:
+        self._engine = engine
+        self._registry = EngineRegistry(engine)
+        self._log = EngineLog(engine)
+        self._retired = retired
+        self._open: list[Subscription] = []
+        self._asked: Counter[str] = Counter()  # under way, of each node
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        layout = self._engine.layout
+        for subject, queue in ((layout.desk("*"), _GROUP), (layout.desks("*"), "")):
+            self._open.append(
+                await self._engine.listen(subject, self._heard, queue=queue, waiting_max=DESK_WAITING_MAX)
+            )
+
+    async def close(self) -> None:
+        for subscription in self._open:
+            try:
+                await subscription.unsubscribe()
+            except Exception as error:  # the connection is closed
+                log.debug("the desk ended with its connection", error=str(error))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _heard(self, message: Msg) -> None:
+        """Never waits, so that no node holds up the others."""
+        node = message.subject.rpartition(".")[2]
+        if not self._answers(node, message.reply):
+            log.warning("a node wants its answer to go elsewhere", node=node, to=message.reply[:200])
+            return
+        if self._asked[node] >= DESK_ASKED_MAX:
+            return  # it does not wait for its answers; who does asks again
+        self._asked[node] += 1
+        task = asyncio.create_task(self._serve(node, message), name="for a node")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _answers(self, node: str, reply: str) -> bool:
+        return reply.startswith(f"{self._engine.layout.inbox(node)}.")
+
+    async def _serve(self, node: str, message: Msg) -> None:
+        try:
+            told = await self._told(node, message.data)
+            await self._engine.tell(message.reply, pack(told))
+        finally:
+            self._asked[node] -= 1
+            if not self._asked[node]:
+                del self._asked[node]
+
+    async def _told(self, node: str, body: bytes) -> Told:
+        try:
+            async with asyncio.timeout(_SERVE_S):
+                return await self._do(parse_node_id(node), unpack(body, OwnKey | OwnWrite | OwnEvents))  # type: ignore[arg-type]
+        except TimeoutError:
+            return Told(error=body_of(UnavailableError("the engine does not answer now", outcome=Outcome.UNKNOWN)))
+        except DsecError as error:
+            return Told(error=body_of(error))
+        except Exception as error:
+            log.error("what a node asked for failed", node=node, exc_info=True)
+            return Told(error=body_of(error))
+
+    async def _do(self, node: NodeId, ask: OwnKey | OwnWrite | OwnEvents) -> Told:
+        if isinstance(ask, OwnKey):
+            return await self._read(node, ask)
+        if self._retired(node):
+            raise NodeRetiredError(f"node {node} has been retired")
+        if not _ID.match(ask.id):
+            raise InvalidArgumentError(f"{ask.id[:80]!r} is not an id of a write")
+        # The engine takes each id once, whoever writes it: by this a node's are its own.
+        id = f"{node}-{ask.id}"
+        if isinstance(ask, OwnEvents):
+            return Told(revision=await self._log.append(LogStream.EVENTS, node_subject(node), ask.body, id=id))
+        return Told(revision=await self._write(node, ask, id))
+
+    async def _read(self, node: NodeId, ask: OwnKey) -> Told:
+        bucket = _bucket(ask.bucket)
+        if ask.key != node and (bucket, ask.key) != (Bucket.MEMBERS, ruling_key(node)):
+            raise ForbiddenError(f"node {node} may not read {bucket}/{ask.key[:80]}")
+        entry = await self._registry.get(bucket, ask.key)
+        return Told() if entry is None else Told(value=entry.value, revision=entry.revision)
+
+    async def _write(self, node: NodeId, ask: OwnWrite, id: str) -> int:
+        bucket = _bucket(ask.bucket)
+        if unpack(ask.value, _KINDS[bucket]).node != node:
+            raise ForbiddenError(f"node {node} says that it is another")
+        if ask.revision is None:
+            return await self._registry.create(bucket, node, ask.value, ttl_s=ask.ttl_s, id=id)
+        if ask.revision < 1:
+            raise InvalidArgumentError("a revision is above 0")
+        return await self._registry.update(bucket, node, ask.value, revision=ask.revision, ttl_s=ask.ttl_s, id=id)
+
+
+def _bucket(name: str) -> Bucket:
+    for bucket in _KINDS:
+        if name == bucket:
+            return bucket
+    raise ForbiddenError(f"nodes have no keys in {name[:80]!r}")
