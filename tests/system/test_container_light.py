@@ -63,6 +63,16 @@ def _capabilities(agent: Path) -> dict[str, int]:
     return {name: int(value, 16) for name, _, value in lines if name.startswith("Cap")}
 
 
+async def test_a_link_is_in_the_network_of_its_sandbox(light: tuple[Place, LocalService, AsyncClient]) -> None:
+    _, _, client = light
+    members = {"db": {"environment": ENVIRONMENT}, "web": {"environment": ENVIRONMENT, "after": ["db"]}}
+    async with await client.groups.create(members, links=["db:5432"]) as group:
+        web = await group.sandbox("web")
+        taken = await web.exec(["python3", "-c", "import socket; socket.create_server(('127.77.0.1', 5432))"])
+
+    assert "Address already in use" in taken.stderr
+
+
 async def test_what_a_light_sandbox_begins_without_is_there_once_it_is_used(
     light: tuple[Place, LocalService, AsyncClient],
 ) -> None:

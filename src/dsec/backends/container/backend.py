@@ -170,7 +170,8 @@ class ContainerBackend:
         id_base = self._ids.take(holder_directory(facts, instance.id))
         try:
             plan = self._plan(instance, facts, id_base)
-            if self._knows_light and len(self._instances) >= self._config.light_from:
+            # A link is a socket in the sandbox's own network, which must be there before anybody uses the sandbox.
+            if self._knows_light and len(self._instances) >= self._config.light_from and not instance.spec.links:
                 plan = lighten(plan)
             record = msgspec.structs.replace(
                 record_of(plan, self._boot_id), disk_limited=self._disk.is_limited(instance)
