@@ -1,4 +1,5 @@
-"""Containers on a host with cgroup2 alone, and on one without it: Debian's kernel 6.12 in an emulated machine.
+"""Containers on a host with cgroup2 alone, and on one without it, and block devices of layers (ublk): Debian's kernel
+6.12 in an emulated machine.
 
 Needs QEMU and, once, apt to fetch the kernel: see `dsec.testing.guest`. Minutes, for everything in there is emulated.
 """
@@ -134,3 +135,11 @@ def test_containers_in_a_unit_to_which_systemd_has_delegated_its_cgroups(kernel:
 
     assert result.exit_code == 0
     assert result.output.count(b" PASSED") == len(DELEGATED_TESTS)
+
+
+def test_layers_are_block_devices_on_a_kernel_that_has_ublk(kernel: HostLikeKernel) -> None:
+    result = run_tests(kernel, ("tests/system/test_loader_blocks.py",), cgroups="v2")
+
+    assert result.exit_code == 0
+    assert result.output.count(b" PASSED") >= 12
+    assert b" SKIPPED" not in result.output

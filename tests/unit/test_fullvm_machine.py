@@ -75,6 +75,36 @@ def test_a_raw_base_is_never_taken_for_anything_else() -> None:
     assert chain(disk)[-1] == ("raw", machine.BASE, True)
 
 
+def test_layers_that_are_block_devices_are_read_as_such_and_nothing_else_changes() -> None:
+    shape = replace(SHAPE, format="raw", above=2)
+    plain = arguments(shape)
+    devices = machine_arguments(
+        shape,
+        accelerator="tcg",
+        disk=clone_disk(shape, devices={0, 2}),
+        memory="memory-backend-ram,id=ram0,size=512M",
+        data=["/data"],
+        variables=None,
+        base=machine.layer_path(0, device=True),
+    )
+
+    files = []
+    node = blockdevs(devices)["disk"]
+    while node is not None:
+        files.append((node["file"]["driver"], node["file"]["filename"]))
+        node = node.get("backing")
+    assert files == [
+        ("file", "/disk/disk.qcow2"),
+        ("file", "/template/disk.qcow2"),
+        ("host_device", "/dev/base2"),
+        ("file", "/base/1"),
+        ("host_device", "/dev/base0"),
+    ]
+    assert [word for word in plain if "blockdev" not in word and "filename" not in word] == [
+        word for word in devices if "blockdev" not in word and "filename" not in word
+    ]
+
+
 def test_a_template_and_its_clones_have_the_same_devices() -> None:
     def devices(given: list[str]) -> list[str]:
         return [given[at + 1] for at, word in enumerate(given) if word in ("-device", "-M", "-chardev")]

@@ -10,7 +10,7 @@ import pytest
 from dsec.core.errors import HostError
 from dsec.node import fingerprint as fingerprint_module
 from dsec.node.config import NodeConfig
-from dsec.node.fingerprint import core_dumps, fingerprint, hierarchies, stores
+from dsec.node.fingerprint import block_devices, core_dumps, fingerprint, hierarchies, stores
 
 
 def test_without_root_it_says_so_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,3 +69,26 @@ def test_stores_need_fuse_and_the_loader(tmp_path: Path, monkeypatch: pytest.Mon
         assert "zeros" in (stores(tmp_path / "none").cost or "")
     monkeypatch.setattr(fingerprint_module, "find_binary", nowhere)
     assert stores(tmp_path / "fuse").detail == "dsec-loader is nowhere"
+
+
+def test_block_devices_need_a_driver_and_the_reason_is_what_the_loader_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere(name: str) -> Path:
+        raise HostError(f"{name} is nowhere", hint="tools/setup")
+
+    def says(line: str) -> None:
+        program = tmp_path / "dsec-loader"
+        program.write_text(f'#!/bin/sh\n[ "$*" = --probe-blocks ] || exit 9\n{line}\n')
+        program.chmod(0o755)
+
+    monkeypatch.setattr(fingerprint_module, "find_binary", lambda name: tmp_path / name)
+    says("exit 0")
+    assert block_devices().status == "ok"
+    says("echo dsec-loader: there is no driver >&2; exit 1")
+    assert (block_devices().status, block_devices().detail) == ("missing", "there is no driver")
+    assert "modprobe ublk_drv" in (block_devices().hint or "")
+    says("exit 1")
+    assert block_devices().detail == "the loader does not say"
+    monkeypatch.setattr(fingerprint_module, "find_binary", nowhere)
+    assert block_devices().detail == "dsec-loader is nowhere"

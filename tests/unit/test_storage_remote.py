@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from dsec.core.errors import StorageError
+from dsec.core.errors import CapacityError, HostError, StorageError
 from dsec.storage import remote
 from dsec.storage.layers import LayerKind, LayerRecord, LayerStore, RemoteBlob
 from dsec.storage.remote import RemoteLayers
 from dsec.storage.store.places import Location
-from dsec.wire.loader import LayerStats, LoaderOp, SourceChange, StatsAnswer, StoreFailure
+from dsec.wire.loader import (
+    AddAnswer,
+    AddArgs,
+    HelloAnswer,
+    LayerStats,
+    LoaderOp,
+    SourceArgs,
+    SourceChange,
+    StatsAnswer,
+    StoreFailure,
+)
 
 DIGESTS = ("1" * 64, "2" * 64, "3" * 64)
 STATS = LayerStats(
@@ -115,3 +126,73 @@ def test_a_layer_that_has_come_back_is_not_forgotten(loader: TalkedTo) -> None:
     layers.forget(DIGESTS[1], unless=lambda digest: digest == DIGESTS[0])
 
     assert removed == [DIGESTS[1]]
+
+
+class Blocky(TalkedTo):
+    """A loader that can make block devices, or says so."""
+
+    def __init__(self, *, blocks: bool = True, fails: Exception | None = None) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.fails = fails
+        self.added: list[AddArgs] = []
+
+    def hello(self) -> HelloAnswer:
+        return HelloAnswer(version=1, pid=1, resends=True, front="fuse", blocks=self.blocks)
+
+    def request(self, op: LoaderOp, args: Any, answer: type, *, start: bool = True) -> Any:
+        if op is not LoaderOp.ADD:
+            return super().request(op, args, answer, start=start)
+        self.added.append(args)
+        if args.block and self.fails is not None:
+            raise self.fails
+        return AddAnswer("/dev/null" if args.block else "/dev/zero")
+
+
+class Still:
+    def location(self, path: str) -> Location:
+        return Location(path=f"/store/{path}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "blocks", "fails", "wanted", "said"),
+    [
+        (True, True, None, True, [True]),
+        (False, True, None, True, [False]),
+        (True, False, None, True, [False]),  # a loader that cannot
+        (True, True, None, False, [False]),  # a node that does not want any
+        (True, True, HostError("no queue"), True, [True, False]),
+        (True, True, CapacityError("256 already"), True, [True, False]),
+    ],
+)
+def test_a_layer_becomes_a_block_device_where_that_works_and_a_file_elsewhere(
+    layers: LayerStore,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: bool,
+    blocks: bool,
+    fails: Exception | None,
+    wanted: bool,
+    said: list[bool],
+) -> None:
+    monkeypatch.setattr(remote, "open_place", lambda url: Still())
+    monkeypatch.setattr(RemoteLayers, "_prefetch_trace", lambda *_: None)
+    loader = Blocky(blocks=blocks, fails=fails)
+    served = RemoteLayers(loader, blocks=wanted)  # type: ignore[arg-type]
+    layer = replace(layers.get(DIGESTS[2]), index=Path("/index"))
+
+    path = served.serve(layer, block=asked)
+
+    assert path == ("/dev/null" if said == [True] else "/dev/zero")
+    assert [args.block for args in loader.added] == said
+    assert served.serve(layer, block=asked) == path
+    assert len(loader.added) == len(said)  # once
+    assert served.serve(layer, block=not asked) in ("/dev/null", "/dev/zero")
+    assert len(loader.added) > len(said)  # who asks for the other is not given this one
+
+
+def test_who_asks_for_no_device_says_what_an_older_loader_understands() -> None:
+    source = SourceArgs(path="/data")
+    args = AddArgs(digest=DIGESTS[0], index="/index", chunk_size=1, size=1, source=source)
+
+    assert "block" not in msgspec.to_builtins(args)
+    assert msgspec.convert({"version": 1, "pid": 2, "resends": True, "front": "fuse"}, HelloAnswer).blocks is False

@@ -107,7 +107,8 @@ fn of_process(source: &str) -> Option<(u32, &str)> {
 
 fn make_owned(root: &Path, bind: &Bind, plan: &Plan) -> Result<()> {
     let found = fs::metadata(&bind.source).doing("look at", &bind.source)?;
-    if !found.file_type().is_char_device() {
+    let kind = found.file_type();
+    if !kind.is_char_device() && !kind.is_block_device() {
         return Err(Error::new(format!("{} is no device", bind.source)));
     }
     let target = below(root, &bind.target)?;

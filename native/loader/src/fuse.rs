@@ -3,11 +3,10 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use crate::error::{Doing, Error, Result};
-use crate::layer::add;
-use crate::shelf::{node_of, Served, Shelf};
+use crate::shelf::{node_of, Shelf};
 
 pub const READ_BYTES_MAX: u32 = 1 << 20;
 /// A request has a header and at most a few hundred bytes: we are never written to. The kernel wants no smaller buffer.
@@ -255,60 +254,15 @@ impl Fuse {
             self.reply(request.unique, 0, &[]);
             return;
         }
-        self.read_when_here(&served, request.unique, offset, size as usize, TRIES);
-    }
-
-    fn read_when_here(
-        self: &Arc<Fuse>,
-        served: &Served,
-        unique: u64,
-        offset: u64,
-        size: usize,
-        tries: u32,
-    ) {
-        let chunks = served.layer.index.covering(offset, size as u64);
-        let fuse = Arc::clone(self);
-        let again = served.clone();
-        let wanted = served.layer.want(
-            chunks.clone(),
-            Box::new(move |good| {
-                if !good {
-                    fuse.reply(unique, libc::EIO, &[]);
-                } else if !fuse.reply_from_cache(&again, unique, offset, size) {
-                    // Evicted again before it was read: a cache that is far too small.
-                    match tries.checked_sub(1) {
-                        Some(left) => fuse.read_when_here(&again, unique, offset, size, left),
-                        None => fuse.reply(unique, libc::EIO, &[]),
-                    }
-                }
-            }),
-        );
-        served.pool.fetch(&served.layer, wanted.runs);
-        if wanted.ahead {
-            served.pool.ahead(&served.layer);
-        }
-    }
-
-    /// False when the chunks are not here any more.
-    fn reply_from_cache(&self, served: &Served, unique: u64, offset: u64, size: usize) -> bool {
-        let layer = &served.layer;
-        let _holes = layer.holes.read().unwrap_or_else(PoisonError::into_inner);
-        if !layer.is_present(layer.index.covering(offset, size as u64)) {
-            return false;
-        }
-        let mut message = vec![0; OUT_HEADER + size];
-        let error = layer
-            .cache
-            .read(&mut message[OUT_HEADER..], offset)
-            .is_err();
-        if error {
-            self.reply(unique, libc::EIO, &[]);
-            return true;
-        }
-        fill_header(&mut message, unique, 0);
-        add(&layer.counts.read_bytes, size as u64);
-        self.send(&message);
-        true
+        let (fuse, unique) = (Arc::clone(self), request.unique);
+        let done = move |message: Option<Vec<u8>>| match message {
+            Some(mut message) => {
+                fill_header(&mut message, unique, 0);
+                fuse.send(&message);
+            }
+            None => fuse.reply(unique, libc::EIO, &[]),
+        };
+        served.read(offset, size as usize, OUT_HEADER, Box::new(done));
     }
 
     fn reply(&self, unique: u64, errno: i32, body: &[u8]) {
@@ -320,9 +274,6 @@ impl Fuse {
         let _ = (&self.device).write(message);
     }
 }
-
-/// How often chunks are fetched again that were evicted before they could be read.
-const TRIES: u32 = 3;
 
 fn message(unique: u64, errno: i32, body: &[u8]) -> Vec<u8> {
     let body = if errno == 0 { body } else { &[] };

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
+use crate::blocks::{self, Blocks, Content};
 use crate::cache::{self, check_digest, held_bytes, make_private, Cache};
+use crate::desk::Reader;
 use crate::error::{Doing, Error, Result};
 use crate::front::Front;
 use crate::index::Index;
@@ -37,6 +39,8 @@ pub struct Settings {
     pub mount: PathBuf,
     /// Where reads that wait are kept, for the next worker.
     pub waits: PathBuf,
+    /// What devices there are.
+    pub blocks: PathBuf,
     pub authorities: String,
     pub supervisor: u32,
 }
@@ -45,6 +49,7 @@ pub struct Library {
     pub settings: Settings,
     pub shelf: Arc<Shelf>,
     pub front: Front,
+    blocks: Blocks,
     pools: Mutex<BTreeMap<String, Arc<Pool>>>,
     agents: Mutex<BTreeMap<(String, Vec<String>), ureq::Agent>>,
     /// Caches of layers that are not served, with their bytes; the one that was left longest ago first. Who opens, closes
@@ -61,6 +66,7 @@ impl Library {
         }
         let idle = found_caches(&settings.cache);
         Ok(Arc::new(Library {
+            blocks: Blocks::new(settings.blocks.clone()),
             settings,
             shelf,
             front,
@@ -82,7 +88,13 @@ impl Library {
                 let _ = std::fs::remove_file(&path); // a draft of one that was killed
                 continue;
             }
-            let served = self.kept(&name).and_then(|args| self.serve(&args));
+            let served = self.kept(&name).and_then(|args| {
+                let served = self.serve(&args)?;
+                match args.block {
+                    true => self.block(&served).map(drop),
+                    false => Ok(()),
+                }
+            });
             if let Err(error) = served {
                 // Its readers get EIO; the others are served.
                 eprintln!(
@@ -91,7 +103,28 @@ impl Library {
                 );
             }
         }
+        if !blocks::recorded(&self.settings.blocks).is_empty() {
+            match blocks::open() {
+                Ok(mut driver) => self.blocks.sweep(&mut driver),
+                Err(error) => eprintln!("dsec-loader: block devices stay: {error}"),
+            }
+        }
         Ok(())
+    }
+
+    /// The device of a layer that is served.
+    fn block(&self, served: &Served) -> Result<PathBuf> {
+        let content = Content {
+            size: served.layer.index.size,
+            hash: served.layer.index.hash,
+        };
+        let reader = || -> Reader {
+            let served = served.clone();
+            Arc::new(move |offset, size, done| served.read(offset, size, 0, done))
+        };
+        let mut driver = blocks::open()?;
+        self.blocks
+            .attach(&mut driver, &served.layer.digest, content, &reader)
     }
 
     /// Fails those who have waited too long, until the library is gone.
@@ -101,6 +134,11 @@ impl Library {
             while let Some(library) = library.upgrade() {
                 for served in library.shelf.all() {
                     served.layer.expire(Instant::now());
+                }
+                if library.blocks.has_ended() {
+                    if let Ok(mut driver) = blocks::open() {
+                        library.blocks.reap_all(&mut driver);
+                    }
                 }
                 drop(library);
                 std::thread::sleep(WATCH_PERIOD);
@@ -124,17 +162,25 @@ impl Library {
                 known = None;
             }
         }
-        if let Some(served) = known {
+        let served = if let Some(served) = known {
             served.layer.set_source(self.source(&args.source)?);
+            served
         } else {
             self.front.invalidate(&args.digest);
-            self.serve(args)?;
-        }
-        self.keep(args)?;
+            self.serve(args)?
+        };
+        let device = match args.block {
+            true => Some(self.block(&served)?),
+            false => None,
+        };
+        self.keep(&AddArgs {
+            block: args.block || self.blocks.has(&args.digest), // who reads it reads on
+            ..args.clone()
+        })?;
         // Through our supervisor's root: who mounts may live in a namespace that does not see our mount, and nobody mounts
         // a file that is not guarded any more.
         let Settings { mount, cache, .. } = &self.settings;
-        let file = self.front.path(mount, cache, &args.digest);
+        let file = device.unwrap_or_else(|| self.front.path(mount, cache, &args.digest));
         Ok(PathBuf::from(format!(
             "/proc/{}/root{}",
             self.namespace(),
@@ -282,6 +328,9 @@ impl Library {
     pub fn remove(&self, digest: &str) -> Result<()> {
         check_digest(digest)?;
         let _ = std::fs::remove_file(self.settings.active.join(digest));
+        if self.blocks.has(digest) {
+            self.blocks.detach(&mut blocks::open()?, digest);
+        }
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(served) = self.shelf.take(digest) else {
             return Ok(());
@@ -395,6 +444,12 @@ impl Library {
 
     /// An orderly end: nothing has to be checked by the next worker.
     pub fn close(&self) {
+        if !blocks::recorded(&self.settings.blocks).is_empty() {
+            match blocks::open() {
+                Ok(mut driver) => self.blocks.detach_all(&mut driver),
+                Err(error) => eprintln!("dsec-loader: block devices stay: {error}"),
+            }
+        }
         for pool in self
             .pools
             .lock()

@@ -1,6 +1,8 @@
 //! dsec-loader: serves the blobs of layers from a store, chunk by chunk as they are read. `docs/internals/loader.md`.
 
+mod blocks;
 mod cache;
+mod desk;
 mod error;
 mod front;
 mod fuse;
@@ -56,6 +58,7 @@ struct Options {
     supervise: bool,
     keep: bool,
     probe: bool,
+    probe_blocks: bool,
     locked: bool,
     worker: bool,
     again: bool,
@@ -92,6 +95,7 @@ fn parse(words: &[String]) -> Option<Options> {
             "--authorities" => options.authorities = Some(words.next()?.clone()),
             "--front" => options.front = Wish::parse(words.next()?)?,
             "--probe" => options.probe = true,
+            "--probe-blocks" => options.probe_blocks = true,
             "--keep" => options.keep = true,
             "--locked" => options.locked = true,
             "--supervise" => options.supervise = true,
@@ -105,6 +109,9 @@ fn parse(words: &[String]) -> Option<Options> {
 }
 
 fn run(options: Options, words: &[String]) -> Result<ExitCode> {
+    if options.probe_blocks {
+        return blocks::open().map(|_| ExitCode::SUCCESS);
+    }
     let needed = || Error::Invalid(USAGE.into());
     let run = options.run.ok_or_else(needed)?;
     let cache = options.cache.ok_or_else(needed)?;
@@ -148,6 +155,7 @@ fn run(options: Options, words: &[String]) -> Result<ExitCode> {
         active: place.active(),
         mount: place.mount(),
         waits: place.waits(),
+        blocks: place.blocks(),
         supervisor,
         authorities: options.authorities.unwrap_or_else(|| AUTHORITIES.into()),
     };

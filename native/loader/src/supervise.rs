@@ -15,6 +15,7 @@ use dsec_sys::mounts::unmount;
 use dsec_sys::process::kill;
 use dsec_sys::seqpacket::{next_signal, signal_descriptor, wait_ready, Interest};
 
+use crate::blocks;
 use crate::error::{Doing, Error, Result};
 use crate::front::{choose, Wish};
 use crate::fuse::{shake_hands, READ_BYTES_MAX};
@@ -59,6 +60,11 @@ impl Place {
         self.run.join("loader.waits")
     }
 
+    /// Devices that there are.
+    pub fn blocks(&self) -> PathBuf {
+        self.run.join("loader.blocks")
+    }
+
     pub fn pid(&self) -> PathBuf {
         self.run.join("loader.pid")
     }
@@ -94,8 +100,7 @@ pub fn supervise(place: &Place, words: &[String], wish: Wish, cache: &Path) -> R
 fn mount(place: &Place) -> Result<(Held, bool)> {
     let mount = place.mount();
     std::fs::create_dir_all(&mount).doing(format!("making {}", mount.display()))?;
-    // What an earlier one served went with its mount.
-    let _ = std::fs::remove_dir_all(place.active());
+    forget(place);
     let device = OpenOptions::new()
         .read(true)
         .write(true)
@@ -123,7 +128,7 @@ fn guard(keeper: Option<Keeper>, place: &Place, words: &[String]) -> Result<(Hel
         keeper.stay();
         (keeper.group()?, keeper)
     } else {
-        let _ = std::fs::remove_dir_all(place.active());
+        forget(place);
         let group = dsec_sys::fanotify::new_group().doing("making a fanotify group")?;
         let group = File::from(group);
         let keeper = keeper::start(&group, words)?;
@@ -138,10 +143,26 @@ fn guard(keeper: Option<Keeper>, place: &Place, words: &[String]) -> Result<(Hel
     Ok((held, again))
 }
 
+/// What an earlier one served went with its mount, or its group, but for what its readers have a device of.
+fn forget(place: &Place) {
+    let devices = blocks::recorded(&place.blocks());
+    for entry in std::fs::read_dir(place.active())
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if !devices.contains(&name) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
 /// What is to be gone when nobody serves.
 pub fn tidy(place: &Place) -> Result<()> {
     let _ = std::fs::remove_file(place.socket());
     let _ = std::fs::remove_file(place.pid());
+    blocks::clear(&place.blocks());
     if let Ok(Some(keeper)) = Keeper::find(place) {
         keeper.let_go();
     }

@@ -54,6 +54,8 @@ pub struct HelloAnswer {
     /// Requests that a dead worker had read come again: nobody is left waiting.
     pub resends: bool,
     pub front: &'static str,
+    /// Layers can be block devices.
+    pub blocks: bool,
 }
 
 /// Where the data object of a layer is.
@@ -73,6 +75,9 @@ pub struct SourceArgs {
 #[serde(deny_unknown_fields)]
 pub struct AddArgs {
     pub digest: String,
+    /// As a block device too; its path is the answer.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub block: bool,
     /// A file of records of 48 bytes.
     pub index: String,
     pub chunk_size: u32,
@@ -82,7 +87,7 @@ pub struct AddArgs {
 
 #[derive(Serialize)]
 pub struct AddAnswer {
-    /// The file to give to EROFS as its device.
+    /// The file to give to EROFS as its device, or the device to give to a machine.
     pub path: String,
 }
 

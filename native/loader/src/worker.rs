@@ -12,6 +12,7 @@ use dsec_sys::seqpacket::{
     accept, listen, next_signal, receive, send, signal_descriptor, wait_ready, Interest, Kind,
 };
 
+use crate::blocks;
 use crate::error::{Doing, Error, Result};
 use crate::front::{Front, Wish};
 use crate::fuse::Fuse;
@@ -163,6 +164,7 @@ impl Worker {
                     pid: std::process::id(),
                     resends: self.resends,
                     front: library.front.name(),
+                    blocks: blocks::open().is_ok(),
                 };
                 Ok(wire::encode_ok(head.id, &answer))
             }

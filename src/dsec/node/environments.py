@@ -20,7 +20,7 @@ from dsec.image.registry.client import DEFAULT_SETTINGS, RegistrySettings
 from dsec.node.loading import environment_stats, layer_use, record_trace
 from dsec.node.pulling import Pulls, missing
 from dsec.storage.disks import DiskLayers
-from dsec.storage.layers import LayerLocation
+from dsec.storage.layers import LayerKind, LayerLocation
 from dsec.storage.remote import RemoteLayers
 from dsec.wire.environments import (
     BuildEvent,
@@ -210,7 +210,14 @@ class StoredEnvironments:
         # The loader is asked: a process, and at first a store.
         return await asyncio.to_thread(
             lambda: tuple(
-                _layer(layer, layer.blob if layer.remote is None else self._remote.serve(layer)) for layer in found
+                _layer(
+                    layer,
+                    # Machines read devices as well as files; the kernel mounts files.
+                    layer.blob
+                    if layer.remote is None
+                    else self._remote.serve(layer, block=layer.kind is LayerKind.DISK),
+                )
+                for layer in found
             )
         )
 

@@ -24,7 +24,7 @@ from dsec.image.sources.dockerfile import buildah_program, buildah_version
 from dsec.node.admission import memory_promised_max
 from dsec.node.config import NodeConfig
 from dsec.node.host import memory_total_bytes
-from dsec.storage.loader import has_pre_content_events
+from dsec.storage.loader import has_pre_content_events, why_no_block_devices
 from dsec.storage.space import free_bytes
 from dsec.wire.api import STATE_DIR_ROOT
 from dsec.wire.records import Finding
@@ -84,6 +84,7 @@ _MEANING: Final = {
     "Landlock": ("optional", "nothing of ours: programs inside cannot confine themselves with it"),
     "erofs-utils": ("advised", "layers are kept as directories: more files on the disk, and nothing to push to stores"),
     "stores": ("optional", "`dsec env build --store` does not work: nothing is loaded on demand"),
+    "block devices": ("optional", "nothing: disks of machines from stores are read by the same front end as the rest"),
     "Debian packages": ("optional", "`dsec env build --debian` does not work; tar, directory and OCI do"),
     "Dockerfiles": ("optional", "`dsec env build --dockerfile` does not work; images of registries and archives do"),
     "KVM": ("optional", "nothing yet: virtual machines are not built in"),
@@ -107,6 +108,7 @@ def _probes(config: NodeConfig) -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield "descriptors", _descriptors
     yield "host limits", lambda: host_limits(config.sandboxes_max)
     yield "stores", stores
+    yield "block devices", block_devices
     yield "Debian packages", _debian
     yield "Dockerfiles", dockerfiles
     yield "KVM", _kvm
@@ -150,6 +152,18 @@ def stores(fuse: Path = Path("/dev/fuse"), state_root: Path = Path(STATE_DIR_ROO
     if fronts == ["fanotify"]:
         return Finding(what="stores", status=DEGRADED, detail=detail, hint="modprobe fuse", cost=FANOTIFY_COST)
     return Finding(what="stores", status=OK, detail=detail)
+
+
+def block_devices() -> Finding:
+    """Whether disks of machines from stores can be block devices."""
+    what, hint = "block devices", "modprobe ublk_drv, on Linux 6.5 or newer with CONFIG_BLK_DEV_UBLK and io_uring"
+    try:
+        loader = find_binary("dsec-loader")
+    except HostError as error:
+        return Finding(what=what, status=MISSING, detail=error.message, hint=error.hint)
+    if why := why_no_block_devices(loader):
+        return Finding(what=what, status=MISSING, detail=why, hint=hint)
+    return Finding(what=what, status=OK, detail="disks of machines from stores are served by ublk")
 
 
 def erofs_utils() -> Finding:

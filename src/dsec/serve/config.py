@@ -260,6 +260,7 @@ class StorageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     stores: tuple[str, ...] = ()  # that layers are taken of, or pushed to, by URL, or what they lie below; empty: any
     pull: tuple[str, ...] = ()  # stores that an environment is taken of which a create asks for and the node lacks
     loader_front: str = "auto"  # how readers come to chunks: "fuse", "fanotify" (Linux 6.14), "auto": fuse where it is
+    block_devices: bool = True  # disks of machines from stores are block devices, where the kernel has ublk (Linux 6.5)
 
     def __post_init__(self) -> None:
         trusted_stores(self.stores)

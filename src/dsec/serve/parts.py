@@ -87,7 +87,7 @@ class NodePart:
         )
         self._stack.callback(loader.close)  # it runs on: sandboxes read through it
         registries = config.registries.settings()
-        remote = RemoteLayers(loader, trusted=trusted_stores(storage.stores))
+        remote = RemoteLayers(loader, trusted=trusted_stores(storage.stores), blocks=storage.block_devices)
         return StoredEnvironments(
             EnvironmentStore(state, record_keep_s=config.node.collect.record_keep_s),
             remote,

@@ -278,3 +278,15 @@ def has_pre_content_events(binary: Path, directory: Path) -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
+
+
+def why_no_block_devices(binary: Path) -> str | None:
+    """Why layers cannot be block devices on this machine; None when they can."""
+    words = [os.fspath(binary), "--probe-blocks"]
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_START_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"the loader does not say: {error}"
+    if done.returncode == 0:
+        return None
+    return done.stderr.decode(errors="replace").removeprefix("dsec-loader:").strip()[:300] or "the loader does not say"

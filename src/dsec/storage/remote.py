@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from dsec.core.errors import DsecError, NotFoundError, StorageError
+from dsec.core.errors import CapacityError, DsecError, HostError, NotFoundError, StorageError
 from dsec.observe.logs import get_logger
 from dsec.storage.layers import LayerLocation, LayerStore
 from dsec.storage.loader import Loader
@@ -57,22 +57,27 @@ class _Served:
 class RemoteLayers:
     """Serves layers through the loader; each once, however many environments have it."""
 
-    def __init__(self, loader: Loader, *, trusted: TrustedStores = ANY_STORE) -> None:
+    def __init__(self, loader: Loader, *, trusted: TrustedStores = ANY_STORE, blocks: bool = True) -> None:
+        """`blocks`: what is asked for as a block device becomes one, where the loader can make any."""
         self.loader = loader
         self.trusted = trusted
+        self._blocks = blocks
         self._mutex = threading.Lock()  # for the next
         self._flights: dict[str, threading.Lock] = {}  # of a layer each: a store that is slow holds up its layers only
-        self._served: dict[str, _Served] = {}
+        self._served: dict[tuple[str, bool], _Served] = {}  # by digest, and whether a block device was asked for
         self._places: dict[str, Place] = {}
         self._failures: dict[str, tuple[StoreFailure, int]] = {}  # with how often something had been fetched
 
-    def serve(self, layer: LayerLocation) -> str:
+    def serve(self, layer: LayerLocation, *, block: bool = False) -> str:
         """The file of the layer's data. Raises StorageError, UnavailableError (store or loader), HostError, and
-        ForbiddenError for a layer of a store that is trusted no longer."""
+        ForbiddenError for a layer of a store that is trusted no longer.
+
+        `block`: rather a block device, where the kernel has ublk; its size is that of the data in whole sectors.
+        """
         assert layer.remote is not None
         assert layer.index is not None
         with self._flight(layer.digest):
-            known = self._served.get(layer.digest)
+            known = self._served.get((layer.digest, block))
             if known is not None and not _is_due(known.renew_at) and _exists(known.path):
                 return known.path
             place = self._place(layer.remote.store)
@@ -84,12 +89,22 @@ class RemoteLayers:
                 size=layer.remote.size,
                 source=source_of(location),
             )
-            path = self.loader.request(LoaderOp.ADD, args, AddAnswer).path
-            self._served[layer.digest] = _Served(path, _renew_at(location.expires_at))
+            path = self._add(args, block=block and self._blocks)
+            self._served[layer.digest, block] = _Served(path, _renew_at(location.expires_at))
         if known is None:
             # Nobody waits for it: what is in the cache can be read while the store is gone.
             threading.Thread(target=self._prefetch_trace, args=(layer, place), name="trace", daemon=True).start()
         return path
+
+    def _add(self, args: AddArgs, *, block: bool) -> str:
+        if block and self.loader.hello().blocks:
+            try:
+                wish = msgspec.structs.replace(args, block=True)
+                return self.loader.request(LoaderOp.ADD, wish, AddAnswer).path
+            except (HostError, CapacityError) as error:
+                # By the front end it reads the same.
+                _log.warning("no_block_device", layer=args.digest[:12], error=error.message)
+        return self.loader.request(LoaderOp.ADD, args, AddAnswer).path
 
     def front(self) -> str | None:
         """By which the loader serves, "fuse" or "fanotify"; None while none runs, or none answers."""
@@ -171,7 +186,7 @@ class RemoteLayers:
             return
         self.loader.request(LoaderOp.SOURCE, SourceChange(layer.digest, source_of(location)), dict, start=False)
         with self._flight(layer.digest):
-            if (known := self._served.get(layer.digest)) is not None:
+            for known in self._known(layer.digest):
                 known.renew_at = _renew_at(location.expires_at)
 
     def forget(self, digest: str, *, unless: Callable[[str], bool] = lambda _: False) -> None:
@@ -182,10 +197,14 @@ class RemoteLayers:
         with self._flight(digest):
             if unless(digest):
                 return
-            self._served.pop(digest, None)
+            self._served.pop((digest, False), None)
+            self._served.pop((digest, True), None)
             self._failures.pop(digest, None)
             if self.loader.is_running():
                 self.loader.request(LoaderOp.REMOVE, LayerArgs(digest), dict, start=False)
+
+    def _known(self, digest: str) -> list[_Served]:
+        return [self._served[key] for key in ((digest, False), (digest, True)) if key in self._served]
 
     def _flight(self, digest: str) -> threading.Lock:
         with self._mutex:

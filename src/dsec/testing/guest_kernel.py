@@ -13,8 +13,9 @@ from dsec.backends.vm.kernel import GuestKernel, fetch_kernel, find_kernel, run_
 from dsec.core.errors import HostError
 
 PACKAGE: Final = "linux-image-6.12-amd64"
-# What the first user space needs before it has modules of its own: the share, its overlay, a disk, and layers.
-_MODULES: Final = ("9p", "9pnet_virtio", "overlay", "virtio_blk", "ext4", "erofs", "loop", "quota_v2")
+# What the first user space needs before it has modules of its own: the share, its overlay, a disk, layers, and block
+# devices that a program serves.
+_MODULES: Final = ("9p", "9pnet_virtio", "overlay", "virtio_blk", "ext4", "erofs", "loop", "quota_v2", "ublk_drv")
 
 
 class GuestUnavailableError(Exception):

@@ -56,6 +56,7 @@ class HelloAnswer(msgspec.Struct, frozen=True):
     pid: int
     resends: bool  # readers that a dead worker left waiting are answered by the next
     front: str
+    blocks: bool = False  # layers can be block devices
 
 
 class SourceArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +67,9 @@ class SourceArgs(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...] = ()
 
 
-class AddArgs(msgspec.Struct, frozen=True, kw_only=True):
+class AddArgs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: str
+    block: bool = False  # as a block device too, whose path is the answer
     index: str
     chunk_size: int
     size: int

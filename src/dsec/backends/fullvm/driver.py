@@ -14,7 +14,7 @@ from typing import Final
 from dsec.backends.fullvm import machine
 from dsec.backends.fullvm.images import MachineImage
 from dsec.backends.fullvm.machine import DISK_NAME, VARIABLES_NAME, Shape
-from dsec.backends.vm.disks import bind_of
+from dsec.backends.vm.disks import bind_of, is_device
 from dsec.backends.vm.machine import TEMPLATE, clone_memory, incoming, template_memory
 from dsec.backends.vm.monitor import Confines
 from dsec.backends.vm.qcow2 import write_overlay
@@ -54,9 +54,9 @@ class FullDriver(Runner):
         binds = [*self._base(image, shape), JailBind(str(directory), TEMPLATE, writable=True)]
         if shape.firmware is Firmware.KERNEL:
             binds += [JailBind(str(image.kernel), machine.KERNEL), JailBind(str(image.initrd), machine.INITRD)]
-        argv = self._argv(
-            shape, machine.template_disk(shape), template_memory(shape.memory_bytes), f"{TEMPLATE}/{VARIABLES_NAME}"
-        )
+        disk = machine.template_disk(shape, _devices(image))
+        memory = template_memory(shape.memory_bytes)
+        argv = self._argv(image, shape, disk, memory, f"{TEMPLATE}/{VARIABLES_NAME}")
         argv += machine.boot_arguments(shape, tsc_khz=tsc_khz() if self.accelerator == "tcg" else None)
         confines = replace(confines, binds=(*confines.binds, *binds))
         async with self.running(confines, argv, directory / "console") as monitor:
@@ -122,20 +122,25 @@ class FullDriver(Runner):
             ),
         ]
         memory = clone_memory(shape.memory_bytes, read_only=keeps)
-        argv = self._argv(
-            shape, machine.clone_disk(shape, template.overlays), memory, f"{machine.OWN}/{VARIABLES_NAME}"
-        )
+        disk = machine.clone_disk(shape, template.overlays, _devices(image))
+        argv = self._argv(image, shape, disk, memory, f"{machine.OWN}/{VARIABLES_NAME}")
         return replace(confines, binds=(*confines.binds, *binds)), [*argv, *incoming(bare=template.bare)]
 
     # ---- inside ----------------------------------------------------------------------------------
 
     def _base(self, image: MachineImage, shape: Shape) -> list[JailBind]:
-        binds = [bind_of(path, machine.layer_path(number)) for number, path in enumerate(image.files)]
+        devices = _devices(image)
+        binds = [
+            bind_of(path, machine.layer_path(number, device=number in devices))
+            for number, path in enumerate(image.files)
+        ]
         if shape.firmware is Firmware.UEFI:
             binds.append(JailBind(str(self.uefi().code), machine.FIRMWARE_CODE))
         return binds
 
-    def _argv(self, shape: Shape, disk: list[machine.Overlay], memory: str, variables: str) -> list[str]:
+    def _argv(
+        self, image: MachineImage, shape: Shape, disk: list[machine.Overlay], memory: str, variables: str
+    ) -> list[str]:
         data = [str(self.qemu.firmware), *(place for place in _DATA if os.path.isdir(place))]  # noqa: PTH112
         return [
             str(self.qemu.path),
@@ -146,8 +151,14 @@ class FullDriver(Runner):
                 memory=memory,
                 data=data,
                 variables=variables if shape.firmware is Firmware.UEFI else None,
+                base=machine.layer_path(0, device=0 in _devices(image)),
             ),
         ]
+
+
+def _devices(image: MachineImage) -> frozenset[int]:
+    """Which of its files are block devices."""
+    return frozenset(number for number, path in enumerate(image.files) if is_device(path))
 
 
 async def _console(monitor: Monitor) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dsec.backends.vm.machine import SOCKETS, TEMPLATE, disk_chain, plain_file, raw_file
+from dsec.backends.vm.machine import DEVICES, SOCKETS, TEMPLATE, disk_chain, plain_file, raw_file
 from dsec.core.limits import MIB
 from dsec.core.machines import Agent, Bus, Firmware
 
@@ -54,7 +54,14 @@ class Overlay:
 
 
 def machine_arguments(
-    shape: Shape, *, accelerator: str, disk: Sequence[Overlay], memory: str, data: Sequence[str], variables: str | None
+    shape: Shape,
+    *,
+    accelerator: str,
+    disk: Sequence[Overlay],
+    memory: str,
+    data: Sequence[str],
+    variables: str | None,
+    base: str = BASE,
 ) -> list[str]:
     """Everything but the program and what it starts from. `disk`: topmost first, without the base. `memory`: the
     backend object's arguments. `data`: directories of firmware. `variables`: of UEFI, a file of its own."""
@@ -79,7 +86,7 @@ def machine_arguments(
     arguments += ["-boot", "menu=off,strict=on"]
     arguments += ["-device", f"VGA,id=video,vgamem_mb={_VIDEO_MIB}"]
     arguments += ["-device", "qemu-xhci,id=usb", "-device", "usb-tablet,bus=usb.0", "-device", "usb-kbd,bus=usb.0"]
-    arguments += ["-blockdev", _json(_disk(shape, disk))]
+    arguments += ["-blockdev", _json(_disk(shape, disk, base))]
     # Two drivers of one device: what a system has that knows nothing of virtual machines, and what is fast.
     driver = "virtio-blk-pci" if shape.bus is Bus.VIRTIO else "ide-hd,bus=ide.0"
     # What cannot be read or written is an error to the guest: nobody looks after a machine that QEMU has stopped.
@@ -103,27 +110,30 @@ def boot_arguments(shape: Shape, *, tsc_khz: int | None) -> list[str]:
     return ["-kernel", KERNEL, "-initrd", INITRD, "-append", line.strip()]
 
 
-def template_disk(shape: Shape) -> list[Overlay]:
-    image = [Overlay(layer_path(number)) for number in range(shape.above, 0, -1)]
+def template_disk(shape: Shape, devices: Collection[int] = ()) -> list[Overlay]:
+    """`devices`: which files of the image are block devices."""
+    image = [Overlay(layer_path(number, device=number in devices)) for number in range(shape.above, 0, -1)]
     return [Overlay(f"{TEMPLATE}/{DISK_NAME}"), *image]
 
 
-def clone_disk(shape: Shape, overlays: Sequence[str] = ()) -> list[Overlay]:
+def clone_disk(shape: Shape, overlays: Sequence[str] = (), devices: Collection[int] = ()) -> list[Overlay]:
     """`overlays`: above the template's, lowest first."""
     above = [Overlay(f"{TEMPLATE}/{name}") for name in reversed(overlays)]
-    return [Overlay(f"{OWN}/{DISK_NAME}"), *above, *template_disk(shape)]
+    return [Overlay(f"{OWN}/{DISK_NAME}"), *above, *template_disk(shape, devices)]
 
 
-def layer_path(number: int) -> str:
+def layer_path(number: int, *, device: bool = False) -> str:
     """In the jail, of a file of the image; 0 is the lowest."""
+    if device:
+        return f"{DEVICES}base{number}"
     return BASE if number == 0 else f"/base/{number}"
 
 
-def _disk(shape: Shape, overlays: Sequence[Overlay]) -> dict[str, Any]:
+def _disk(shape: Shape, overlays: Sequence[Overlay], path: str) -> dict[str, Any]:
     if shape.format == "raw":
-        base = raw_file("base", BASE)
+        base = raw_file("base", path)
     else:
-        base = {"driver": "qcow2", "node-name": "base", "read-only": True, "backing": None, "file": plain_file(BASE)}
+        base = {"driver": "qcow2", "node-name": "base", "read-only": True, "backing": None, "file": plain_file(path)}
     return disk_chain("disk", [overlay.path for overlay in overlays], base)
 
 

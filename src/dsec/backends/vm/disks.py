@@ -53,10 +53,17 @@ def layer_binds(layers: tuple[Layer, ...], images: Path, *, persistent: bool = F
 
 
 def bind_of(path: str, target: str) -> JailBind:
-    """Of a file that monitors read, which is root's to write."""
+    """Of what monitors read, which is root's to write."""
+    if is_device(path):
+        return JailBind(path, target, device=True, owned=True)
     # By fanotify the loader is given a descriptor of what a reader reads, which it can write by: there is none of a
     # mount for reading only, and the read fails.
     return JailBind(readable(path), target, writable=path.startswith(_LOADER))
+
+
+def is_device(path: str) -> bool:
+    """What the loader serves as a block device."""
+    return stat.S_ISBLK(Path(path).stat().st_mode)
 
 
 def digest_of(image: Path) -> str:

@@ -18,6 +18,7 @@ _CONSOLE_BYTES: Final = 64 * 1024
 SOCKETS: Final = "/vm"
 DISK: Final = "/disk/disk.qcow2"
 TEMPLATE: Final = "/template"
+DEVICES: Final = "/dev/"
 
 _KERNEL: Final = (
     "console=ttyS0 quiet panic=-1 oops=panic reboot=t mitigations=off random.trust_cpu=on 8250.nr_uarts=1 "
@@ -151,8 +152,10 @@ def raw_file(name: str, path: str, *, writable: bool = False) -> dict[str, Any]:
 
 
 def plain_file(path: str) -> dict[str, Any]:
+    """Of the jail; what is in its `/dev` is a block device."""
+    driver = "host_device" if path.startswith(DEVICES) else "file"
     # What is below lies where nobody changes it, and maybe on a file system without locks.
-    return {"driver": "file", "filename": path, "locking": "off"}
+    return {"driver": driver, "filename": path, "locking": "off"}
 
 
 def incoming(*, bare: bool) -> list[str]:
