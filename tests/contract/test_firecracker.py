@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import os
 import shutil
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,26 +22,23 @@ from dsec.backends.vm import accelerator, firecracker_driver
 from dsec.backends.vm.accelerator import why_no_firecracker
 from dsec.backends.vm.firecracker import Firecracker, find_firecracker
 from dsec.backends.vm.firecracker_api import FaultError
-from dsec.backends.vm.firecracker_driver import FirecrackerDriver, FirecrackerMachine, drives_of, watch_memory
+from dsec.backends.vm.firecracker_driver import FirecrackerDriver, drives_of, watch_memory
 from dsec.backends.vm.kernel import MODULES, PACKAGE, GuestKernel
 from dsec.backends.vm.machine import Shape
-from dsec.backends.vm.monitor import Confines, MonitorProcess
+from dsec.backends.vm.monitor import MonitorProcess
 from dsec.backends.vm.qmp import MonitorError
-from dsec.backends.vm.templates import DISK, RAM, STATE, Template
+from dsec.backends.vm.templates import DISK, RAM, STATE
 from dsec.core.errors import DeadlineError, HostError, LaunchError, UnsupportedError
 from dsec.core.ids import new_node_id
-from dsec.core.limits import MIB
 from dsec.core.spec import Substrate
 from dsec.testing.hosts import Intents, instance_spec
 from dsec.testing.launchers import remove_cgroups
 from dsec.testing.leaks import Watched, take_snapshot, wait_for_no_leaks
 from dsec.testing.waiting import eventually
+from tests.contract.firecracker_site import SHAPE, UID, Site, pids_of, programs_of, readable, served_as
 from tests.firecracker import GuestMemory, Programs, programs, tiny_kernel
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
-
-UID = 1_987_600
-SHAPE = Shape(processors=1, memory_bytes=64 * MIB, disk_bytes=16 * MIB, pids=64, layers=())
 
 
 @pytest.fixture(scope="session")
@@ -56,65 +51,6 @@ def driver(found: Programs, tmp_path: Path) -> FirecrackerDriver:
     (tmp_path / "kernel").write_bytes(tiny_kernel())
     (tmp_path / "initramfs").write_bytes(b"")
     return FirecrackerDriver(find_firecracker(str(found.firecracker)), tmp_path / "kernel", tmp_path / "initramfs")
-
-
-class Site:
-    """A place for machines, as a backend makes it."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        (directory / "root").mkdir()
-        self.template = Template("t", directory / "template")
-        self.template.directory.mkdir()
-        self._clones = 0
-
-    def confines(self, name: str) -> Confines:
-        sockets = self.directory / f"{name}-sockets"
-        sockets.mkdir()
-        os.chown(sockets, UID, UID)
-        return Confines(uid=UID, cgroups=(), root=self.directory / "root", sockets=sockets)
-
-    @asynccontextmanager
-    async def booting(self, driver: FirecrackerDriver) -> AsyncIterator[tuple[FirecrackerMachine, Path]]:
-        confines = self.confines("template")
-        async with driver.booting(self.template.directory, SHAPE, confines, []) as machine:
-            yield machine, confines.sockets
-
-    async def make_template(self, driver: FirecrackerDriver) -> None:
-        """Of a guest that has counted."""
-        async with self.booting(driver) as (machine, sockets):
-            memory = GuestMemory(monitor_of(sockets), SHAPE.memory_bytes)
-            await eventually(lambda: memory.rounds > 0)
-            await driver.save(machine, self.template.directory)
-
-    @asynccontextmanager
-    async def clone(
-        self, driver: FirecrackerDriver
-    ) -> AsyncIterator[tuple[MonitorProcess, FirecrackerMachine, Confines]]:
-        self._clones += 1
-        name = f"c{self._clones}"
-        confines, directory = self.confines(name), self.directory / name
-        directory.mkdir()
-        os.chown(directory, UID, UID)
-        driver.prepare_clone(self.template, directory, SHAPE, UID)
-        process = driver.spawn(self.template, directory, SHAPE, confines, [])
-        machine = driver.control(confines.sockets, owner=UID)
-        try:
-            await driver.go_on(machine, process, self.template, confines)
-            yield process, machine, confines
-            machine.close()
-        finally:
-            await process.end()
-            process.forget()
-
-
-def monitor_of(sockets: Path) -> int:
-    """Whose control socket is there: its directory is its own."""
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if b"--api-sock" in (path / "cmdline").read_bytes() and (path / "root/vm").samefile(sockets):
-                return int(path.name)
-    raise AssertionError("no monitor runs there")
 
 
 @pytest.fixture
@@ -200,22 +136,6 @@ async def test_clones_go_on_where_the_template_stopped(driver: FirecrackerDriver
     assert {name: digest(site.template.directory / name) for name in before} == before
 
 
-async def readable(memory: GuestMemory) -> int:
-    """Pages that are served are there once the guest has touched them."""
-
-    def rounds() -> int:
-        with contextlib.suppress(OSError):
-            return memory.rounds
-        return 0
-
-    await eventually(lambda: rounds() > 0)
-    return rounds()
-
-
-def served_as(driver: FirecrackerDriver, served: bool) -> FirecrackerDriver:
-    return FirecrackerDriver(driver.firecracker, driver.vmlinux, driver.initramfs, served)
-
-
 async def test_a_template_s_memory_takes_room_for_what_was_written_only(driver: FirecrackerDriver, site: Site) -> None:
     await site.make_template(driver)
 
@@ -254,23 +174,6 @@ async def test_a_clone_of_damaged_state_ends_with_the_monitor_s_words(
 
     assert error.value.step == "clone"
     assert programs_of(UID) == []
-
-
-def pids_of(uid: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_uid == uid:
-                found.append(int(path.name))
-    return found
-
-
-def programs_of(uid: int) -> list[str]:
-    found = []
-    for pid in pids_of(uid):
-        with contextlib.suppress(OSError):
-            found.append(Path(f"/proc/{pid}/comm").read_text())
-    return found
 
 
 async def test_what_serves_memory_ends_with_its_monitor(driver: FirecrackerDriver, site: Site) -> None:

@@ -22,8 +22,8 @@ from dsec.backends.vm.capture import Below, Source
 from dsec.backends.vm.clones import awaken, check_same, disk_of, memory_of, processors_of
 from dsec.backends.vm.disks import check_layers, digest_of, has_blob, layer_binds
 from dsec.backends.vm.driver import DISK_NAME
-from dsec.backends.vm.drivers import VmDriver
-from dsec.backends.vm.firecracker_driver import watch_memory
+from dsec.backends.vm.drivers import Machine, VmDriver
+from dsec.backends.vm.firecracker_driver import FirecrackerDriver, watch_memory
 from dsec.backends.vm.machine import Shape
 from dsec.backends.vm.monitor import Confines, MonitorProcess
 from dsec.backends.vm.saved import OVERLAY, SavedMachine
@@ -66,13 +66,12 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
 
     @property
     def capabilities(self) -> Capabilities:
-        keeps = Keeps.NOTHING if self._facts is not None and not self._facts.driver.saves else Keeps.DISK_MEMORY
         return Capabilities(
             substrate=Substrate.MICROVM,
             networks=frozenset({NetworkMode.NONE}),
             pause=True,
-            snapshot=keeps,
-            fork=keeps,
+            snapshot=Keeps.DISK_MEMORY,
+            fork=Keeps.DISK_MEMORY,
             survives_node=True,
             own_machine=True,
             warm=True,
@@ -173,18 +172,20 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
     def _source(self, record: MicrovmRecord, origin: Path, overlays: int) -> Source:
         assert self._facts is not None
         shape = msgspec.convert(record.shape, Shape)
-        names = (DISK, *(OVERLAY.format(number) for number in range(1, overlays + 1)))
+        flat = record.monitor == FirecrackerDriver.name
+        names = () if flat else (DISK, *(OVERLAY.format(number) for number in range(1, overlays + 1)))
         return Source(
             sandbox=record.sandbox,
             pid=record.pid,
             uid=record.uid,
             directory=Path(record.directory),
-            disk=DISK_NAME,
+            disk=DISK if flat else DISK_NAME,
             memory_bytes=shape.memory_bytes,
             disk_bytes=shape.disk_bytes,
             below=[Below(f"{machine.TEMPLATE}/{name}", name, (origin / name,)) for name in names],
             overlays=overlays,
             memory_mode=self._facts.driver.memory_mode,
+            flat=flat,
         )
 
     # ---- templates -------------------------------------------------------------------------------
@@ -251,8 +252,10 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
     def _adopted(self, record: MicrovmRecord, process: MonitorProcess | None) -> MicrovmInstance:
         if process is not None:
             watch_memory(process, Path(record.sockets), record.cgroups)
-        control = control_of(record.monitor, Path(record.sockets), owner=record.uid)
-        return MicrovmInstance(self, record, process, control, page_out=self._config.page_out)
+        return MicrovmInstance(self, record, process, self.control(record), page_out=self._config.page_out)
+
+    def control(self, record: MicrovmRecord) -> Machine:
+        return control_of(record.monitor, Path(record.sockets), owner=record.uid)
 
     async def keep_layers(self, digests: Collection[str]) -> None:
         """Images that were made of layers go with them, and so do the templates: running clones hold what they use."""

@@ -15,7 +15,8 @@ from dsec.backends.vm.accelerator import choose_accelerator, why_no_firecracker
 from dsec.backends.vm.driver import Driver
 from dsec.backends.vm.drivers import Machine, VmDriver
 from dsec.backends.vm.firecracker import find_firecracker
-from dsec.backends.vm.firecracker_driver import FirecrackerDriver, FirecrackerMachine
+from dsec.backends.vm.firecracker_driver import FirecrackerDriver
+from dsec.backends.vm.firecracker_machine import FirecrackerMachine
 from dsec.backends.vm.initramfs import build_initramfs
 from dsec.backends.vm.kernel import MODULES, PERSISTENT, GuestKernel, content_digest, fetch_kernel, find_kernel
 from dsec.backends.vm.qemu import find_qemu, weaknesses

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
@@ -19,10 +19,13 @@ import msgspec
 from dsec.backends.base import Capabilities, InstanceSpec, Intend, Layer, Probe
 from dsec.backends.vm.capture import MachineCapture, SleepingCapture, Source
 from dsec.backends.vm.clones import Sized
+from dsec.backends.vm.drivers import Machine
+from dsec.backends.vm.firecracker_capture import FirecrackerCapture
+from dsec.backends.vm.firecracker_machine import FirecrackerMachine
 from dsec.backends.vm.instance import MachineInstance
 from dsec.backends.vm.monitor import MonitorProcess
 from dsec.backends.vm.place import Place, PlaceConfig, holder, launch_error, template_name
-from dsec.backends.vm.qmp import Monitor
+from dsec.backends.vm.qemu_machine import QemuMachine
 from dsec.backends.vm.record import MachineRecord, parse_record
 from dsec.backends.vm.saved import SavedMachine, SavedMachines, SavedManifest
 from dsec.backends.vm.templates import Templates
@@ -202,23 +205,30 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
 
     # ---- saved machines ----------------------------------------------------------------------------
 
-    async def capture(
-        self, record: R, monitor: Callable[[], Awaitable[Monitor]], *, whole: bool = True
-    ) -> MachineCapture:
+    def control(self, record: R) -> Machine:
+        """Of one that runs."""
+        return QemuMachine(Path(record.sockets), owner=record.uid)
+
+    async def capture(self, record: R, found: Machine, *, whole: bool = True) -> MachineCapture | FirecrackerCapture:
         """`whole`: its disk as well. Raises UnsupportedError, CapacityError, StorageError."""
         if not record.shape:
             raise UnsupportedError("it was made by an earlier version, which had no snapshots", hint="make a new one")
         facts = await self._open()
         manifest = SavedManifest(sandbox=record.sandbox, needs=self._needs(facts), shape=record.shape, more=record.more)
 
-        def begin() -> MachineCapture:
+        def begin() -> MachineCapture | FirecrackerCapture:
             require_free(self.saved.directory.parent, self._size(record).memory_bytes)
             origin, overlays = self._templates.directory / record.template, 0
             if record.saved:
                 known = self.saved.get(record.saved, self._needs(facts), whole=False)
                 origin, overlays = known.directory, known.manifest.overlays
             source = self._source(record, origin, overlays)
-            return MachineCapture(self.saved, source, manifest, monitor, whole=whole)
+            if isinstance(found, FirecrackerMachine):
+                # What it writes is copied.
+                require_free(Path(record.directory), 2 * self._size(record).memory_bytes)
+                return FirecrackerCapture(self.saved, source, manifest, found, whole=whole)
+            assert isinstance(found, QemuMachine)
+            return MachineCapture(self.saved, source, manifest, found.monitor, whole=whole)
 
         try:
             return await asyncio.to_thread(begin)

@@ -30,7 +30,7 @@ from dsec.backends.vm.templates import RAM, STATE
 from dsec.core.errors import HostError, SandboxFaultError, StorageError
 from dsec.core.limits import MIB
 
-_STATE_BYTES_MAX: Final = 64 * MIB  # of all devices; it is some 200 KiB
+STATE_BYTES_MAX: Final = 64 * MIB  # of all devices; it is some 200 KiB
 _DISK_SLACK_BYTES: Final = 64 * MIB  # tables of a qcow2, beside what is in it
 
 
@@ -60,9 +60,10 @@ class Source:
     copied: Sequence[str] = ()  # further files of its own
     screen: bool = False
     memory_mode: int = 0o444  # of the file of its memory
+    flat: bool = False  # its disk is a file by itself, and not one above others
 
 
-class _Draft:
+class Draft:
     """A snapshot while it is made: its directory is removed unless it was kept."""
 
     def __init__(self, saved: SavedMachines) -> None:
@@ -91,7 +92,7 @@ class _Draft:
             await asyncio.to_thread(shutil.rmtree, self._work, ignore_errors=True)
 
 
-class MachineCapture(_Draft):
+class MachineCapture(Draft):
     """As `Capture`. With `whole` its disk is copied, too; else it stays where it is, for the machine alone."""
 
     def __init__(
@@ -128,7 +129,7 @@ class MachineCapture(_Draft):
                 await asyncio.to_thread(_write, self._work / SCREEN, content)
                 copied += len(content)
         except OSError as error:
-            raise _not_copied(error) from error
+            raise not_copied(error) from error
         return copied
 
     async def keep(self, run: tuple[str, ...] = ()) -> CapturedLayer:
@@ -152,7 +153,7 @@ class MachineCapture(_Draft):
             for below in source.below:
                 self._keep_below(below, opened)
         except OSError as error:
-            raise _not_copied(error) from error
+            raise not_copied(error) from error
 
     def _keep_below(self, below: Below, opened: dict[str, str]) -> None:
         path = opened.get(below.path)
@@ -183,8 +184,8 @@ class MachineCapture(_Draft):
                 await monitor.write_to(fd, "xen-save-devices-state", {"live": False}, timeout_s=within_s)
             finally:
                 os.close(fd)
-            content = os.pread(given.fileno(), _STATE_BYTES_MAX + 1, 0)
-        if not 0 < len(content) <= _STATE_BYTES_MAX:
+            content = os.pread(given.fileno(), STATE_BYTES_MAX + 1, 0)
+        if not 0 < len(content) <= STATE_BYTES_MAX:
             raise HostError("the state that the monitor has written is none, or too large")
         (self._work / STATE).write_bytes(content)
         (self._work / STATE).chmod(0o444)
@@ -203,11 +204,11 @@ class MachineCapture(_Draft):
             for name in source.copied:
                 copied += take_file(source, name, self._work / name, deadline)
         except OSError as error:
-            raise _not_copied(error) from error
+            raise not_copied(error) from error
         return copied
 
 
-class SleepingCapture(_Draft):
+class SleepingCapture(Draft):
     """As `Capture`, of a machine that is on the disk already; only its own disk is copied."""
 
     def __init__(self, saved: SavedMachines, asleep: SavedMachine, source: Source) -> None:
@@ -232,15 +233,16 @@ class SleepingCapture(_Draft):
                     os.close(fd)
             return take_file(self._source, self._source.disk, self._work / self._overlay, deadline)
         except OSError as error:
-            raise _not_copied(error) from error
+            raise not_copied(error) from error
 
     @property
     def _overlay(self) -> str:
-        return OVERLAY.format(self._asleep.manifest.overlays + 1)
+        return self._source.disk if self._source.flat else OVERLAY.format(self._asleep.manifest.overlays + 1)
 
     async def keep(self, run: tuple[str, ...] = ()) -> CapturedLayer:
         manifest = self._asleep.manifest
-        return await self._finish(msgspec.structs.replace(manifest, overlays=manifest.overlays + 1), shorten=True)
+        more = 0 if self._source.flat else 1
+        return await self._finish(msgspec.structs.replace(manifest, overlays=manifest.overlays + more), shorten=True)
 
 
 def take_file(source: Source, own: str, target: Path, deadline: Deadline) -> int:
@@ -272,7 +274,7 @@ def _is_same(name: Path, fd: int) -> bool:
     return False
 
 
-def _not_copied(error: OSError) -> StorageError:
+def not_copied(error: OSError) -> StorageError:
     return StorageError(f"the machine cannot be copied: {error.strerror}", hint="is the disk full?")
 
 

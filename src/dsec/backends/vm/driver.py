@@ -37,7 +37,6 @@ class Driver(Runner):
     initramfs: Path
     persistent: bool = False  # layers are memory to the guest, not disks
     name: ClassVar[str] = "qemu"
-    saves: ClassVar[bool] = True
 
     @property
     def identity(self) -> dict[str, str]:

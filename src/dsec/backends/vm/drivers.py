@@ -44,11 +44,6 @@ class VmDriver(Protocol[M]):
         ...
 
     @property
-    def saves(self) -> bool:
-        """Its machines can be written down whole while they live, and gone on with (`capture`)."""
-        ...
-
-    @property
     def memory_mode(self) -> int:
         """Of the file of a memory that clones map."""
         ...

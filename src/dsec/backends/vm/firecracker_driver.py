@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import string
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +26,12 @@ from dsec.backends.vm.disks import copy_disk, drop_holes, make_disk
 from dsec.backends.vm.drivers import said_by, said_on
 from dsec.backends.vm.firecracker import Firecracker
 from dsec.backends.vm.firecracker_api import FirecrackerApi
+from dsec.backends.vm.firecracker_machine import AGENT_PORT, API, VSOCK, FirecrackerMachine
 from dsec.backends.vm.initramfs import plan_text, with_plan
 from dsec.backends.vm.machine import Shape
 from dsec.backends.vm.monitor import Confines, MonitorProcess, jail_plan, start_ticks
 from dsec.backends.vm.qmp import MonitorError
 from dsec.backends.vm.templates import CONSOLE, DISK, RAM, STATE, Template
-from dsec.backends.vm.vsock import AgentVsock
 from dsec.binaries import find_binary
 from dsec.core.errors import DeadlineError, DsecError, LaunchError, UnsupportedError
 from dsec.core.faults import fault_point
@@ -39,7 +39,6 @@ from dsec.core.limits import MIB
 from dsec.wire.jail import JailBind
 
 GENERATION: Final = "firecracker-1"  # of what is below: a snapshot of another one does not fit
-AGENT_PORT: Final = 1024
 # Interrupts of a machine without PCI: 19, less vsock, entropy, balloon, disk, and the one that tells of a clone.
 DRIVES_MAX: Final = 14
 
@@ -55,30 +54,9 @@ _KERNEL: Final = (
 # In the jail.
 _PROGRAM: Final = "/firecracker"
 _PAGES: Final = "/dsec-pages"
-_API: Final = "api"
-_VSOCK: Final = "vsock"
 _SERVED: Final = "pages"
 _DISK: Final = f"/disk/{DISK}"
 _USERFAULTS: Final = "/dev/userfaultfd"
-
-
-class FirecrackerMachine:
-    def __init__(self, sockets: Path, *, owner: int) -> None:
-        self.api = FirecrackerApi(sockets / _API, owner=owner)
-        self._vsock = AgentVsock(sockets / _VSOCK, AGENT_PORT, owner=owner)
-
-    async def pause(self, *, timeout_s: float) -> None:
-        """Its processors stand still."""
-        await self.api.patch("/vm", {"state": "Paused"}, timeout_s=timeout_s)
-
-    async def resume(self, *, timeout_s: float) -> None:
-        await self.api.patch("/vm", {"state": "Resumed"}, timeout_s=timeout_s)
-
-    async def connect(self, factory: Callable[[], asyncio.Protocol], *, timeout_s: float) -> asyncio.Transport:
-        return await self._vsock.connect(factory, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        self._vsock.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +66,6 @@ class FirecrackerDriver:
     initramfs: Path
     served: bool = False  # memory of clones by `dsec-pages`, not by mapping the file
     name: ClassVar[str] = "firecracker"
-    saves: ClassVar[bool] = False
     memory_mode: ClassVar[int] = 0o444
 
     @property
@@ -174,7 +151,7 @@ class FirecrackerDriver:
         for name, path, writable in drives:
             drive = {"drive_id": name, "path_on_host": path, "is_root_device": False, "is_read_only": not writable}
             await api.put(f"/drives/{name}", drive)
-        await api.put("/vsock", {"guest_cid": _GUEST_CID, "uds_path": f"{machine.SOCKETS}/{_VSOCK}"})
+        await api.put("/vsock", {"guest_cid": _GUEST_CID, "uds_path": f"{machine.SOCKETS}/{VSOCK}"})
         await api.put("/entropy", {})
         balloon: dict[str, object] = {"amount_mib": 0, "deflate_on_oom": True}
         if self.firecracker.reports_free_pages:
@@ -242,7 +219,7 @@ class FirecrackerDriver:
         binds = [JailBind(str(self.firecracker.path), _PROGRAM)]
         if self.served and os.path.exists(_USERFAULTS):  # noqa: PTH110
             binds.append(JailBind(_USERFAULTS, _USERFAULTS, device=True, owned=True))
-        argv = [_PROGRAM, "--id", "microvm", "--api-sock", f"{machine.SOCKETS}/{_API}", "--level", "Warning"]
+        argv = [_PROGRAM, "--id", "microvm", "--api-sock", f"{machine.SOCKETS}/{API}", "--level", "Warning"]
         confines = replace(confines, binds=(*confines.binds, *binds), kvm=True)
         return MonitorProcess.start(jail_plan(confines, argv, programs=False), output=output)
 

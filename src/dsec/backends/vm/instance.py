@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -36,9 +36,7 @@ class Remover(Protocol[R_contra]):
 
     async def remove(self, record: R_contra) -> None: ...
 
-    async def capture(
-        self, record: R_contra, monitor: Callable[[], Awaitable[Monitor]], *, whole: bool = True
-    ) -> Capture:
+    async def capture(self, record: R_contra, found: Machine, *, whole: bool = True) -> Capture:
         """Raises UnsupportedError, StorageError."""
         ...
 
@@ -47,6 +45,8 @@ class Remover(Protocol[R_contra]):
         ...
 
     async def sync_machine(self, id: str) -> None: ...
+
+    def control(self, record: R_contra) -> Machine: ...
 
     async def woken(self, record: R_contra, layers: tuple[Layer, ...]) -> tuple[MonitorProcess, dict[str, object]]:
         """Its monitor runs, and the machine stands still; and what its record says of that. Raises LaunchError,
@@ -204,15 +204,13 @@ class MachineInstance(Generic[R]):
             return await self._backend.capture_asleep(self._record)
         if self._ended.done():
             raise GoneError(f"the machine of {self.id} has ended", sandbox=self.id)
-        if not isinstance(self._machine, QemuMachine):
-            raise UnsupportedError("machines under Firecracker have no snapshots", hint='set monitor = "qemu"')
-        return await self._backend.capture(self._record, self.control)
+        return await self._backend.capture(self._record, self._machine)
 
     # ---- sleep -----------------------------------------------------------------------------------
 
     @property
     def can_sleep(self) -> bool:
-        return isinstance(self._machine, QemuMachine) and bool(self._record.shape)
+        return bool(self._record.shape)
 
     @property
     def asleep(self) -> bool:
@@ -220,7 +218,7 @@ class MachineInstance(Generic[R]):
 
     async def save(self) -> None:
         await self._keep_memory()
-        capture = await self._backend.capture(self._record, self.control, whole=False)
+        capture = await self._backend.capture(self._record, self._machine, whole=False)
         try:
             await capture.look()
             await capture.take(within_s=_SAVE_S)
@@ -266,7 +264,7 @@ class MachineInstance(Generic[R]):
         process, known = await self._backend.woken(self._record, layers)
         self._slept = self._record.asleep
         self._record = replace(self._record, asleep="", **known)
-        self._machine = QemuMachine(Path(self._record.sockets), owner=self._record.uid)
+        self._machine = self._backend.control(self._record)
         self._follow(process)
 
     async def _let_go_of_saved(self) -> None:

@@ -1,0 +1,51 @@
+"""A machine under Firecracker that runs: its control socket, and the way to its agent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from dsec.backends.vm.firecracker_api import FirecrackerApi
+from dsec.backends.vm.vsock import AgentVsock
+from dsec.core.errors import SandboxFaultError
+
+AGENT_PORT: Final = 1024
+API: Final = "api"
+VSOCK: Final = "vsock"
+_OWN: Final = "/disk"  # in the jail: where it may write
+
+
+class FirecrackerMachine:
+    def __init__(self, sockets: Path, *, owner: int) -> None:
+        self.api = FirecrackerApi(sockets / API, owner=owner)
+        self._vsock = AgentVsock(sockets / VSOCK, AGENT_PORT, owner=owner)
+        self._written = False
+
+    async def pause(self, *, timeout_s: float) -> None:
+        """Its processors stand still."""
+        await self.api.patch("/vm", {"state": "Paused"}, timeout_s=timeout_s)
+
+    async def resume(self, *, timeout_s: float) -> None:
+        await self.api.patch("/vm", {"state": "Resumed"}, timeout_s=timeout_s)
+        written, self._written = self._written, False
+        if written:
+            # Its guest is told to forget its connections, as if it were the one that goes on from what was written.
+            self._vsock.close()
+
+    async def write_down(self, *, memory: str, state: str, timeout_s: float) -> None:
+        """Of one that stands still: files in the directory of its disk. Raises SandboxFaultError when it runs; after a
+        DeadlineError they may yet be written."""
+        facts = await self.api.get("/", timeout_s=timeout_s)
+        if facts.get("state") != "Paused":
+            raise SandboxFaultError("the machine does not stand still")
+        self._written = True
+        paths = {"snapshot_path": f"{_OWN}/{state}", "mem_file_path": f"{_OWN}/{memory}"}
+        await self.api.put("/snapshot/create", {"snapshot_type": "Full", **paths}, timeout_s=timeout_s)
+
+    async def connect(self, factory: Callable[[], asyncio.Protocol], *, timeout_s: float) -> asyncio.Transport:
+        return await self._vsock.connect(factory, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._vsock.close()

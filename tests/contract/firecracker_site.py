@@ -1,0 +1,125 @@
+"""A place for machines under the real Firecracker, as a backend makes it, and what is seen of them from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from dsec.backends.vm.firecracker_driver import FirecrackerDriver
+from dsec.backends.vm.firecracker_machine import FirecrackerMachine
+from dsec.backends.vm.machine import Shape
+from dsec.backends.vm.monitor import Confines, MonitorProcess
+from dsec.backends.vm.templates import Template
+from dsec.core.limits import MIB
+from dsec.testing.waiting import eventually
+from tests.firecracker import GuestMemory
+
+UID = 1_987_600
+SHAPE = Shape(processors=1, memory_bytes=64 * MIB, disk_bytes=16 * MIB, pids=64, layers=())
+
+
+class Site:
+    """A place for machines, as a backend makes it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "root").mkdir()
+        self.template = Template("t", directory / "template")
+        self.template.directory.mkdir()
+        self._clones = 0
+
+    def own(self, number: int) -> Path:
+        """Of the clone of this number: where its disk is."""
+        return self.directory / f"c{number}"
+
+    def confines(self, name: str) -> Confines:
+        sockets = self.directory / f"{name}-sockets"
+        sockets.mkdir()
+        os.chown(sockets, UID, UID)
+        return Confines(uid=UID, cgroups=(), root=self.directory / "root", sockets=sockets)
+
+    @asynccontextmanager
+    async def booting(self, driver: FirecrackerDriver) -> AsyncIterator[tuple[FirecrackerMachine, Path]]:
+        confines = self.confines("template")
+        async with driver.booting(self.template.directory, SHAPE, confines, []) as machine:
+            yield machine, confines.sockets
+
+    async def make_template(self, driver: FirecrackerDriver) -> None:
+        """Of a guest that has counted."""
+        async with self.booting(driver) as (machine, sockets):
+            memory = GuestMemory(monitor_of(sockets), SHAPE.memory_bytes)
+            await eventually(lambda: memory.rounds > 0)
+            await driver.save(machine, self.template.directory)
+
+    @asynccontextmanager
+    async def clone(
+        self,
+        driver: FirecrackerDriver,
+        template: Template | None = None,
+        *,
+        stand: bool = False,
+        directory: Path | None = None,
+    ) -> AsyncIterator[tuple[MonitorProcess, FirecrackerMachine, Confines]]:
+        """`directory`: with a disk that is there already."""
+        template = template or self.template
+        self._clones += 1
+        confines = self.confines(f"c{self._clones}")
+        if directory is None:
+            directory = self.own(self._clones)
+            directory.mkdir()
+            os.chown(directory, UID, UID)
+            driver.prepare_clone(template, directory, SHAPE, UID)
+        process = driver.spawn(template, directory, SHAPE, confines, [])
+        machine = driver.control(confines.sockets, owner=UID)
+        try:
+            await driver.go_on(machine, process, template, confines, stand=stand)
+            yield process, machine, confines
+            machine.close()
+        finally:
+            await process.end()
+            process.forget()
+
+
+def monitor_of(sockets: Path) -> int:
+    """Whose control socket is there: its directory is its own."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if b"--api-sock" in (path / "cmdline").read_bytes() and (path / "root/vm").samefile(sockets):
+                return int(path.name)
+    raise AssertionError("no monitor runs there")
+
+
+async def readable(memory: GuestMemory) -> int:
+    """Pages that are served are there once the guest has touched them."""
+
+    def rounds() -> int:
+        with contextlib.suppress(OSError):
+            return memory.rounds
+        return 0
+
+    await eventually(lambda: rounds() > 0)
+    return rounds()
+
+
+def served_as(driver: FirecrackerDriver, served: bool) -> FirecrackerDriver:
+    return FirecrackerDriver(driver.firecracker, driver.vmlinux, driver.initramfs, served)
+
+
+def pids_of(uid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == uid:
+                found.append(int(path.name))
+    return found
+
+
+def programs_of(uid: int) -> list[str]:
+    found = []
+    for pid in pids_of(uid):
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{pid}/comm").read_text())
+    return found
