@@ -32,7 +32,9 @@ from dsec.core.ids import NodeId, new_sandbox_id
 from dsec.serve.identity import Identity
 from dsec.wire.cluster import Card
 from dsec.wire.codec import pack, unpack
+from dsec.wire.errors import body_of
 from dsec.wire.iam import Holdings, HoldingsQuery
+from dsec.wire.many import Created, CreatedMany, CreateMany
 from dsec.wire.node import Caller, Method, Stream
 from dsec.wire.records import CreateRequest, ListQuery, NodeLoad, Sandbox, SandboxPage, SandboxRef
 
@@ -116,6 +118,8 @@ class SimulatedNode:
         self._expire()
         if method == Method.CREATE:
             return pack(await self._create(unpack(body, CreateRequest), caller, key))
+        if method == Method.CREATE_MANY:
+            return pack(await self._create_many(unpack(body, CreateMany), caller))
         if method == Method.DESTROY:
             return pack(self._destroy(unpack(body, SandboxRef).sandbox))
         if method == Method.GET:
@@ -142,6 +146,13 @@ class SimulatedNode:
             self._making[place] = task
             task.add_done_callback(lambda _: self._making.pop(place, None))
         return await asyncio.shield(task)
+
+    async def _create_many(self, request: CreateMany, caller: Caller) -> CreatedMany:
+        done = await asyncio.gather(
+            *(self._create(request.create, caller, key) for key in request.keys), return_exceptions=True
+        )
+        items = (Created(sandbox=one) if isinstance(one, Sandbox) else Created(error=body_of(one)) for one in done)
+        return CreatedMany(tuple(items))
 
     async def _make(self, request: CreateRequest, caller: Caller, key: str | None) -> Sandbox:
         self._under_way += 1

@@ -262,3 +262,63 @@ async def test_a_watcher_that_is_behind_begins_anew(tmp_path: Path, monkeypatch:
 
     assert seen[:2] == [Change("a", b"0", 1), Change("a", b"1", 2)]
     assert seen[2] == Snapshot((Entry("a", b"4", 5),))
+
+
+# ---- many at once --------------------------------------------------------------------------------
+
+
+async def test_keys_made_together_stand_one_after_the_other_and_can_be_changed_by_their_revisions(state: State) -> None:
+    entries = [(f"k.{number}", str(number).encode()) for number in range(200)]
+
+    revisions = await state.registry.create_all(Bucket.OPS, entries, ttl_s=3600)
+
+    assert revisions == list(range(revisions[0], revisions[0] + 200))
+    for place in (0, 77, 199):
+        assert await state.other.get(Bucket.OPS, f"k.{place}") == Entry(
+            f"k.{place}", str(place).encode(), revisions[place]
+        )
+    assert await state.other.update(Bucket.OPS, "k.77", b"new", revision=revisions[77]) > revisions[-1]
+
+
+async def test_of_keys_made_together_none_is_there_when_one_was_before(state: State) -> None:
+    await state.other.create(Bucket.OPS, "k.5", b"before")
+
+    with pytest.raises(ConflictError):
+        await state.registry.create_all(Bucket.OPS, [(f"k.{number}", b"new") for number in range(10)])
+
+    assert [entry.key for entry in await state.registry.entries(Bucket.OPS)] == ["k.5"]
+    assert await state.registry.create_all(Bucket.OPS, []) == []
+
+
+async def test_of_several_who_make_the_same_keys_together_one_does(state: State) -> None:
+    async def create(number: int) -> list[int] | None:
+        registry = (state.registry, state.other)[number % 2]
+        try:
+            return await registry.create_all(Bucket.OPS, [(f"k.{one}", str(number).encode()) for one in range(30)])
+        except ConflictError:
+            return None
+
+    done = await asyncio.gather(*map(create, range(8)))
+
+    (winner,) = [number for number, revisions in enumerate(done) if revisions]
+    values = {entry.value for entry in await state.other.entries(Bucket.OPS)}
+    assert values == {str(winner).encode()}
+
+
+async def test_what_is_made_together_lives_as_long_as_it_is_told(state: State) -> None:
+    async with watching(state.other, Bucket.OPS) as seen:
+        await state.registry.create_all(Bucket.OPS, [("k.1", b"1"), ("k.2", b"2")], ttl_s=1)
+        await until(lambda: len(seen) >= 5)
+
+    over = [change for change in seen[1:] if isinstance(change, Change) and change.value is None]
+    assert {change.key for change in over} == {"k.1", "k.2"}
+    assert await state.other.entries(Bucket.OPS) == []
+
+
+async def test_only_keys_that_nodes_do_not_write_are_made_together(registry: Registry) -> None:
+    with pytest.raises(InvalidArgumentError):
+        await registry.create_all(NODES, [("a", b"")])
+    with pytest.raises(InvalidArgumentError):
+        await registry.create_all(Bucket.OPS, [("not a key", b"")])
+    with pytest.raises(InvalidArgumentError):
+        await registry.create_all(Bucket.OPS, [("k", b"")] * (limits.REGISTRY_TOGETHER_MAX + 1))

@@ -42,6 +42,7 @@ NO_SANDBOX = {
     Method.JOB_ACT,
     Method.USAGE,  # tests/unit/test_node_usage.py has what other projects see
     Method.CREATE,
+    Method.CREATE_MANY,
     Method.LIST,
     Method.HEALTH,
     Method.DOCTOR,

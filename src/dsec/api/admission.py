@@ -14,7 +14,7 @@ from dsec.core.errors import DsecError, ForbiddenError, Outcome, QuotaError
 from dsec.core.ids import NodeId, SandboxId, node_of
 from dsec.core.spec import SandboxSpec
 from dsec.iam.directory import Directory
-from dsec.iam.ledger import Ledger, LocalSlices, SliceStore
+from dsec.iam.ledger import Charge, Ledger, LocalSlices, SliceStore
 from dsec.iam.policies import check_policies, check_ttl
 from dsec.iam.view import Rules
 from dsec.wire.codec import pack, unpack
@@ -73,6 +73,15 @@ class Admission:
             return node is not None and await self._is_known(node, request, caller, key)
 
         return await self._admitted(rules, spec, 1, work, is_known)
+
+    async def take(self, body: CreateRequest, count: int, caller: Caller) -> Charge:
+        """For so many alike, all of them or none. Raises what `create` raises of itself; what was made before for their
+        keys is nothing of its business."""
+        rules = self._directory.rules(caller.project)
+        if not rules:
+            return Charge(self.ledger, [], count)
+        check_policies(body.spec, rules.policies)
+        return await self.ledger.take(rules.quotas, body.spec, count=count)
 
     async def fork(self, fork: Fork, work: Callable[[], Coroutine[Any, Any, T]], caller: Caller, key: str | None) -> T:
         """The children are of the sandbox's project, and count there."""

@@ -24,14 +24,27 @@ async def made_in_job(
 ) -> Sandbox:
     """What `make` makes of the request, in which the job's id is set here. Raises NotFoundError for a job that is not
     there, ConflictError for one that does not run; also when it was stopped meanwhile, and then the sandbox is gone."""
+    wanted, row = await entered(jobs, body, caller)
+    sandbox = await make(wanted)
+    if row is not None:
+        await check_runs(jobs, rpc, row, caller, sandbox)
+    return sandbox
+
+
+async def entered(jobs: Jobs, body: CreateRequest, caller: Caller) -> tuple[CreateRequest, JobRow | None]:
+    """The request with the job's id, and the job; None: it is of no job. Raises NotFoundError, ConflictError."""
     name = body.spec.job
     if name is None:
-        return await make(_with_id(body, None))
+        return _with_id(body, None), None
     row = jobs.known(caller.project, name) or await jobs.get(caller.project, name)
     if row.state is not JobState.RUNNING:
         raise _refused(row)
-    sandbox = await make(_with_id(body, row.id))
-    now = await _row_of(jobs, caller.project, name)
+    return _with_id(body, row.id), row
+
+
+async def check_runs(jobs: Jobs, rpc: Rpc, row: JobRow, caller: Caller, sandbox: Sandbox) -> None:
+    """Raises ConflictError when the job was stopped meanwhile: then the sandbox is gone."""
+    now = await _row_of(jobs, caller.project, row.name)
     if now is None or now.id != row.id or now.state is JobState.STOPPED:
         # Its stop may have been carried out before the sandbox was there.
         id = parse_sandbox_id(sandbox.id)
@@ -39,7 +52,6 @@ async def made_in_job(
         error = _refused(msgspec.structs.replace(row, state=JobState.STOPPED))
         error.outcome = Outcome.GONE
         raise error
-    return sandbox
 
 
 def _with_id(body: CreateRequest, id: str | None) -> CreateRequest:

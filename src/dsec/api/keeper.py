@@ -16,22 +16,25 @@ class Keeper:
     """Owns such tasks. A create with an idempotency key is one: it completes, and can be found by its key."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], int] = {}
+        self._creates = 0
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Await the task through `asyncio.shield`: cancelling the waiter then leaves the work alone."""
+    def start(self, work: Coroutine[Any, Any, T], *, creates: int = 1) -> asyncio.Task[T]:
+        """Await the task through `asyncio.shield`: cancelling the waiter then leaves the work alone. `creates`: how
+        many it makes."""
         if self._closed:
             work.close()
             raise UnavailableError("the service is stopping", retry_after_s=1.0)
-        if len(self._tasks) >= KEPT_CREATES_MAX:
+        if self._creates + creates > KEPT_CREATES_MAX:
             work.close()
             raise CapacityError(f"{KEPT_CREATES_MAX} creates are under way", retry_after_s=1.0)
         task = asyncio.create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = creates
+        self._creates += creates
         task.add_done_callback(self._done)
         return task
 
@@ -49,6 +52,6 @@ class Keeper:
         await asyncio.gather(*left, return_exceptions=True)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
+        self._creates -= self._tasks.pop(task)
         if not task.cancelled():
             task.exception()  # who waits gets it; if nobody does, the node has logged it

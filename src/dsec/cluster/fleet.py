@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -28,7 +28,31 @@ _LOOK_S: Final = 2.0
 _SELF: Final = Caller(principal="api", project="/", rights=frozenset({Right.READ, Right.ADMIN}))
 
 
+Told = Callable[[Sequence[tuple[int, Sandbox | DsecError]]], Awaitable[None]]
+"""Hears what has come of creates, by their places: of each once."""
+
+
+class CreatesTogether(Protocol):
+    async def create(
+        self,
+        request: CreateRequest,
+        *,
+        caller: Caller,
+        keys: Sequence[str],
+        timeout_s: float,
+        patience: Callable[[], Patience | None],
+        told: Told,
+    ) -> None:
+        """As `Fleet.create` of each key, each with a patience of its own; it returns when all are told of."""
+        ...
+
+
 class Fleet(Protocol):
+    @property
+    def together(self) -> CreatesTogether | None:
+        """For many alike; None: it would not be less work than each by itself."""
+        ...
+
     def node_for(self, method: Method, named: str | None, *, image: str | None = None) -> NodeId:
         """Who does what is not about one sandbox. `named`: the node that the caller asked for.
         `image`: the environment that it needs, where any node would do.
@@ -97,6 +121,10 @@ class OneNode:
         if self._listening is not None:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
+
+    @property
+    def together(self) -> None:
+        return None
 
     def node_for(self, method: Method, named: str | None, *, image: str | None = None) -> NodeId:
         return self._node if named is None else NodeId(named)

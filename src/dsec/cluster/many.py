@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, overload
+from typing import Final
 
 import msgspec
 
+from dsec.cluster.candidates import Candidates
 from dsec.cluster.events import EventDesk, EventTail
 from dsec.cluster.members.nodes import Nodes, NodeState, NodeView
 from dsec.cluster.names import Claim, Holder, Names
 from dsec.cluster.operations import Operation, Operations
 from dsec.cluster.pages import merge_pages
 from dsec.cluster.placement import (
-    MAIN_POOL,
     Ask,
     Burst,
-    Candidate,
     Overlay,
     Refusal,
     ask_of,
     choose,
-    pool_of,
+    choose_all,
     refusals,
     shape_of,
     spilling,
@@ -31,6 +30,7 @@ from dsec.cluster.placement import (
 from dsec.cluster.queue import CreateQueue, Patience, Vetoes
 from dsec.cluster.registry import Registry
 from dsec.cluster.rpc import Rpc
+from dsec.cluster.together import Together
 from dsec.cluster.tombstones import cause_of
 from dsec.core.clock import Clock
 from dsec.core.errors import (
@@ -52,7 +52,9 @@ from dsec.core.states import ENDED
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
 from dsec.wire.cursors import decode_cursor
+from dsec.wire.errors import error_of
 from dsec.wire.events import EventQuery
+from dsec.wire.many import Created, CreatedMany, CreateMany
 from dsec.wire.node import Caller, Method, Right, Stream
 from dsec.wire.records import CreateRequest, Health, ListQuery, NodeLoad, Sandbox, SandboxPage
 
@@ -66,7 +68,6 @@ _ANYWHERE: Final = frozenset((Method.CALL, Method.CALL_TYPES))
 # A refusal of the node itself: it has nothing of this create.
 _REFUSALS: Final = (CapacityError, NotFoundError, UnsupportedError)
 _LASTING: Final = frozenset(("node", "substrate", "network", "feature", "device", "label"))
-_HEARTBEAT_LAG_S: Final = 1.0
 _NAMED_MAX: Final = 5
 
 
@@ -110,11 +111,27 @@ class ManyNodes:
         patience: Patience | None = None,
         at: NodeId | None = None,
     ) -> Sandbox:
-        until = self._clock.monotonic_s() + timeout_s
         request = msgspec.structs.replace(request, queue_s=0.0)  # how long it waits is no part of what is asked for
+        return await self.go_on(
+            request, caller=caller, key=key, timeout_s=timeout_s, patience=patience, at=at, begun=None
+        )
+
+    async def go_on(
+        self,
+        request: CreateRequest,
+        *,
+        caller: Caller,
+        key: str | None,
+        timeout_s: float,
+        patience: Patience | None,
+        begun: tuple[Operation, DsecError | None] | None,
+        at: NodeId | None = None,
+    ) -> Sandbox:
+        """`create`, from where it stands: what was written down, and how the first try of it failed, if it did."""
+        until = self._clock.monotonic_s() + timeout_s
         try:
             async with asyncio.timeout(timeout_s + (0.0 if patience is None else patience.left_s)) as limit:
-                return await _Create(self, request, caller, key, until, patience, at).run()
+                return await _Create(self, request, caller, key, until, patience, at).run(begun)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -154,7 +171,7 @@ class ManyNodes:
         ask = ask_of(request.spec, project)
         bursts = self.bursts if only is None else ()
         views = [view for view in self._nodes if view.card is not None and only in (None, view.id)]
-        candidates = _Candidates(views, ask, self._overlay, now, bursts)
+        candidates = Candidates(views, ask, self._overlay, now, bursts)
         found = choose(candidates, ask, overlay=self._overlay, rng=self._rng, tried=tried, bursts=bursts)
         if found is None:
             there = spilling(candidates, ask, self._overlay, bursts) if bursts else {}
@@ -163,16 +180,37 @@ class ManyNodes:
             self._overlay.add(found.id, ask, now)
         return found.id
 
+    def choose_all(self, request: CreateRequest, project: str, count: int) -> list[tuple[NodeId, int]]:
+        """Where so many alike go now, a few together at each. Fewer than `count` when no node takes more."""
+        now = self._clock.monotonic_s()
+        ask = ask_of(request.spec, project)
+        views = [view for view in self._nodes if view.card is not None]
+        candidates = Candidates(views, ask, self._overlay, now, self.bursts)
+        return choose_all(candidates, ask, count, overlay=self._overlay, now=now, rng=self._rng, bursts=self.bursts)
+
     async def ask(
         self, node: NodeId, request: CreateRequest, caller: Caller, key: str | None, timeout_s: float
     ) -> Sandbox:
         asked_at = self._clock.monotonic_s()
         answer = await self._rpc.call(node, Method.CREATE, pack(request), caller=caller, timeout_s=timeout_s, key=key)
         self._overlay.seen(node, asked_at)  # the load that came with the answer has it
-        made = unpack(answer, Sandbox)
-        if node_of(parse_sandbox_id(made.id)) != node:
-            raise ProtocolError(f"node {node} has answered with a sandbox of another node")
-        return made
+        return _own(unpack(answer, Sandbox), node)
+
+    async def ask_many(
+        self, node: NodeId, request: CreateRequest, caller: Caller, keys: tuple[str, ...], timeout_s: float
+    ) -> list[Sandbox | DsecError | None]:
+        """What came of each of the keys; None: it is under way. Raises what `ask` raises, of all of them."""
+        asked_at, body = self._clock.monotonic_s(), pack(CreateMany(request, keys))
+        answer = await self._rpc.call(node, Method.CREATE_MANY, body, caller=caller, timeout_s=timeout_s)
+        self._overlay.seen(node, asked_at)
+        items = unpack(answer, CreatedMany).items
+        if len(items) != len(keys):
+            raise ProtocolError(f"node {node} has answered with {len(items)} sandboxes for {len(keys)} keys")
+        return [_come(item, node) for item in items]
+
+    @property
+    def together(self) -> Together:
+        return Together(self)
 
     @property
     def operations(self) -> Operations:
@@ -304,8 +342,8 @@ class _Create:
         self._vetoes = Vetoes(fleet.clock)
         self._claim: Claim | None = None
 
-    async def run(self) -> Sandbox:
-        operation = await self._operation()
+    async def run(self, begun: tuple[Operation, DsecError | None] | None) -> Sandbox:
+        operation, failed = (await self._operation(), None) if begun is None else begun
         node = operation.node if operation is not None else await self._place()
         name = self._request.spec.name
         if name is not None:
@@ -313,6 +351,9 @@ class _Create:
         try:
             while True:
                 try:
+                    if failed is not None:
+                        before, failed = failed, None
+                        raise before
                     sandbox = await self._at(node)
                 except DsecError as error:
                     operation, node = await self._elsewhere(error, operation, node)
@@ -434,6 +475,21 @@ class _Create:
         return await self._wait(error)
 
 
+def _own(made: Sandbox, node: NodeId) -> Sandbox:
+    if node_of(parse_sandbox_id(made.id)) != node:
+        raise ProtocolError(f"node {node} has answered with a sandbox of another node")
+    return made
+
+
+def _come(item: Created, node: NodeId) -> Sandbox | DsecError | None:
+    if item.sandbox is None:
+        return None if item.error is None else error_of(item.error)
+    try:
+        return _own(item.sandbox, node)
+    except DsecError as error:
+        return error
+
+
 def _is_silent(view: NodeView, now: float) -> bool:
     state = view.state(now)
     return state == NodeState.AWAY or (state == NodeState.LOST and not view.buried)
@@ -445,58 +501,6 @@ def _is_refusal(error: DsecError, *, first: bool) -> bool:
     if isinstance(error, (NodeRetiredError, *_REFUSALS)):
         return True
     return first and isinstance(error, UnavailableError) and error.outcome == Outcome.UNCHANGED
-
-
-class _Candidates(Sequence[Candidate]):
-    """Made as they are looked at: of many nodes, a create looks at a few."""
-
-    def __init__(
-        self, views: Sequence[NodeView], ask: Ask, overlay: Overlay, now: float, bursts: Sequence[Burst]
-    ) -> None:
-        self._views = views
-        self._bursts = bursts
-        self._ask = ask
-        self._overlay = overlay
-        self._now = now
-        self._made: dict[int, Candidate] = {}
-
-    def __len__(self) -> int:
-        return len(self._views)
-
-    @overload
-    def __getitem__(self, place: int) -> Candidate: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Candidate]: ...
-    def __getitem__(self, place: int | slice) -> Candidate | Sequence[Candidate]:
-        if isinstance(place, slice):
-            return [self[one] for one in range(*place.indices(len(self)))]
-        found = self._made.get(place)
-        if found is None:
-            view = self._views[place]
-            # What a heartbeat tells is a moment old when it comes.
-            self._overlay.seen(view.id, view.loaded_at - _HEARTBEAT_LAG_S)
-            found = self._made[place] = _candidate(view, self._ask, self._now, self._bursts)
-        return found
-
-
-def _candidate(view: NodeView, ask: Ask, now: float, bursts: Sequence[Burst]) -> Candidate:
-    card, load = view.card, view.load or NodeLoad()
-    assert card is not None
-    used = {"sandboxes": load.sandboxes, "memory_bytes": load.memory_promised_bytes}
-    room = {"sandboxes": load.sandboxes_max, "memory_bytes": load.memory_promised_bytes_max}
-    return Candidate(
-        view.id,
-        substrates=card.substrates,
-        networks=card.networks.get(ask.substrate, ()),
-        features=card.features.get(ask.substrate, ()),
-        labels=card.labels,
-        devices=card.devices,
-        images=card.images,
-        pool=pool_of(card.labels, bursts) if bursts else MAIN_POOL,
-        closed=view.closed(now),
-        used=used,
-        room={name: most for name, most in room.items() if most},  # 0: it has not said
-    )
 
 
 def _check_page(page: SandboxPage, node: NodeId, query: ListQuery) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -97,6 +98,21 @@ class Operations:
         stored = _Stored(node=node, request=digest, tries=1, until=until)
         revision = await self._registry.create(Bucket.OPS, place, pack(stored), ttl_s=IDEMPOTENCY_TTL_S)
         return Operation(place, node, digest, 1, until, True, revision)
+
+    async def begin_all(
+        self, project: str, keys: Sequence[str], request: CreateRequest, nodes: Sequence[NodeId], *, timeout_s: float
+    ) -> list[Operation]:
+        """As `begin` of each, at its node, in one write; of all or of none. Raises ConflictError, UnavailableError:
+        then each is begun by itself, and what is there is found."""
+        digest, until = _digest(request), self._wall.now_s() + timeout_s + _SKEW_S
+        places = [key_of(project, key) for key in keys]
+        values = {node: pack(_Stored(node=node, request=digest, tries=1, until=until)) for node in set(nodes)}
+        entries = [(place, values[node]) for place, node in zip(places, nodes, strict=True)]
+        revisions = await self._registry.create_all(Bucket.OPS, entries, ttl_s=IDEMPOTENCY_TTL_S)
+        return [
+            Operation(place, node, digest, 1, until, True, revision)
+            for place, node, revision in zip(places, nodes, revisions, strict=True)
+        ]
 
     async def over(self, operation: Operation) -> None:
         """It was refused for sure, and was `alone`: who asks again may be sent elsewhere. Not written is no harm."""

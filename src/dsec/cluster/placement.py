@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dsec.core.ids import NodeId
+from dsec.core.limits import CREATES_TOGETHER_MAX
 from dsec.core.spec import SandboxSpec
 from dsec.wire.iam import amounts_of
 from dsec.wire.node import reaches
@@ -19,6 +20,7 @@ from dsec.wire.node import reaches
 SAMPLE: Final = 4  # nodes that are compared: with figures of a moment ago, the least loaded of all gets every create
 DRAWS: Final = 3  # times as many are drawn to find them, before all are looked at
 IMAGE_WORTH: Final = 0.15  # of a node's fullness: what it is worth that the environment is there already
+TOGETHER_PART: Final = 64  # of a node's room, at most that part is given away at once
 GROUP_COST: Final = 0.25  # for each sandbox of the same group that is there: they spread
 MAIN_POOL: Final = ""
 _DIMENSIONS: Final = ("sandboxes", "memory_bytes", "cpu", "disk_bytes")
@@ -226,6 +228,45 @@ def choose(
         spill = [node for node in nodes if node.pool in pools and node.pool != MAIN_POOL and ask.image in node.images]
         found = _draw(spill, ask, overlay, rng, tried) or found
     return found
+
+
+def choose_all(
+    nodes: Sequence[Candidate],
+    ask: Ask,
+    count: int,
+    *,
+    overlay: Overlay,
+    now: float,
+    rng: random.Random,
+    bursts: Iterable[Burst] = (),
+) -> list[tuple[NodeId, int]]:
+    """Where so many alike go, a few together at each; it is in the overlay then. Fewer than `count` when no node takes
+    more: `refusals` says why."""
+    found: list[tuple[NodeId, int]] = []
+    most = 1 if ask.group is not None else CREATES_TOGETHER_MAX  # those of a group spread
+    while count:
+        few = min(most, count)
+        node = choose(nodes, _times(ask, few), overlay=overlay, rng=rng, bursts=bursts)
+        if node is None:
+            if few == 1:
+                break
+            most = few // 2
+            continue
+        few = min(few, _share(node, ask))
+        overlay.add(node.id, _times(ask, few), now)
+        found.append((node.id, few))
+        count -= few
+    return found
+
+
+def _times(ask: Ask, count: int) -> Ask:
+    return replace(ask, amounts={dimension: count * one for dimension, one in ask.amounts.items()})
+
+
+def _share(node: Candidate, ask: Ask) -> int:
+    """How many at once do not make it much fuller than the others."""
+    parts = (node.room[name] // (TOGETHER_PART * one) for name, one in ask.amounts.items() if name in node.room)
+    return max(min(parts, default=1), 1)
 
 
 def _draw(

@@ -5,11 +5,16 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from dsec.core.errors import InvalidArgumentError
-from dsec.core.limits import REGISTRY_KEY_BYTES_MAX, REGISTRY_TTL_S_MAX, REGISTRY_VALUE_BYTES_MAX
+from dsec.core.limits import (
+    REGISTRY_KEY_BYTES_MAX,
+    REGISTRY_TOGETHER_MAX,
+    REGISTRY_TTL_S_MAX,
+    REGISTRY_VALUE_BYTES_MAX,
+)
 
 _KEY: Final = re.compile(r"[A-Za-z0-9_=-]+(?:\.[A-Za-z0-9_=-]+)*\Z")
 _ESCAPED: Final = re.compile(r"[^A-Za-z0-9_-]")
@@ -28,6 +33,9 @@ class Bucket(enum.StrEnum):
     IAM = "IAM"  # <number> → a batch of changes of projects, principals, grants and tokens
     QUOTAS = "QUOTAS"  # <project> → what replicas have leased of its caps
     OPS = "OPS"  # <project>.<idempotency key> → node and request (ruling 3)
+
+
+TOGETHER: Final = frozenset((Bucket.OPS,))  # of which many keys can be made in one write: none that nodes write to
 
 
 class Entry(NamedTuple):
@@ -58,6 +66,16 @@ class Keys(Protocol):
 
     async def create(self, bucket: Bucket, key: str, value: bytes, *, ttl_s: float | None = None) -> int:
         """The revision. Raises ConflictError when the key is there."""
+        ...
+
+    async def create_all(
+        self, bucket: Bucket, entries: Sequence[tuple[str, bytes]], *, ttl_s: float | None = None
+    ) -> list[int]:
+        """All of them or none, of different keys; the revisions, in their order. For buckets in `TOGETHER`.
+
+        Raises ConflictError when one of the keys is there, or has just been; UnavailableError is not tried again here,
+        and says nothing of whether they were written.
+        """
         ...
 
     async def update(self, bucket: Bucket, key: str, value: bytes, *, revision: int, ttl_s: float | None = None) -> int:
@@ -127,6 +145,16 @@ def whole_ttl_s(ttl_s: float | None) -> int | None:
     if not 0 < ttl_s <= REGISTRY_TTL_S_MAX:
         raise InvalidArgumentError(f"a time to live is above 0 and at most {REGISTRY_TTL_S_MAX:g} s")
     return math.ceil(ttl_s)
+
+
+def check_together(bucket: Bucket, entries: Sequence[tuple[str, bytes]]) -> None:
+    if bucket not in TOGETHER:
+        raise InvalidArgumentError(f"keys of {bucket} are written one by one")
+    if len(entries) > REGISTRY_TOGETHER_MAX:
+        raise InvalidArgumentError(f"{len(entries)} keys at once are over {REGISTRY_TOGETHER_MAX}")
+    for key, value in entries:
+        check_key(key)
+        check_value(value)
 
 
 def is_below(key: str, prefix: str) -> bool:

@@ -152,7 +152,7 @@ class TombstoneRpc:
             return await self._rpc.call(node, method, body, caller=caller, timeout_s=timeout_s, key=key)
         if method == Method.LIST:
             return pack(await self._list(node, unpack(body, ListQuery), caller))
-        if method == Method.CREATE:
+        if method in (Method.CREATE, Method.CREATE_MANY):
             raise _gone(node, cause, None)  # what was made there for this key is gone, so it is made elsewhere
         id = _sandbox_in(body)
         if id is None:  # of the node itself, which may come back

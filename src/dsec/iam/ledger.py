@@ -88,26 +88,32 @@ class _Account:
 
 
 class Charge:
-    """What one create was charged. Exactly one of `settle` and `leave` ends it."""
+    """What one create was charged, or several alike. Each ends by one of `settle` and `leave`, once."""
 
-    __slots__ = ("_ledger", "_parts")
+    __slots__ = ("_count", "_ledger", "_parts")
 
-    def __init__(self, ledger: Ledger, parts: list[tuple[str, Amounts]]) -> None:
+    def __init__(self, ledger: Ledger, parts: list[tuple[str, Amounts]], count: int = 1) -> None:
+        """`parts`: of one of them."""
         self._ledger = ledger
         self._parts = parts
+        self._count = count
 
-    def settle(self) -> None:
-        """The sandbox is among those that live, or there is none."""
-        for project, amounts in self._take():
+    def settle(self, count: int | None = None) -> None:
+        """Of so many, or all that are left: the sandbox is among those that live, or there is none."""
+        for project, amounts in self._take(count):
             self._ledger.settle(project, amounts)
 
-    def leave(self) -> None:
+    def leave(self, count: int | None = None) -> None:
         """Nobody knows: it may still come. It counts until it is among those that live, if it is."""
-        self._ledger.leave(self._take())
+        if parts := self._take(count):
+            self._ledger.leave(parts)
 
-    def _take(self) -> list[tuple[str, Amounts]]:
-        parts, self._parts = self._parts, []
-        return parts
+    def _take(self, count: int | None) -> list[tuple[str, Amounts]]:
+        taken = self._count if count is None else min(count, self._count)
+        self._count -= taken
+        if not taken:
+            return []
+        return [(project, {cap: one * taken for cap, one in amounts.items()}) for project, amounts in self._parts]
 
 
 class Ledger:
@@ -140,8 +146,8 @@ class Ledger:
         self._closed = False
 
     async def take(self, quotas: Iterable[tuple[str, Quota]], spec: SandboxSpec, *, count: int = 1) -> Charge:
-        """All of it at each of the projects, or nothing. Raises QuotaError, CapacityError, UnavailableError;
-        InvalidArgumentError for a sandbox without a disk limit where disk is capped."""
+        """All of it at each of the projects, or nothing; `count` times what the spec asks for. Raises QuotaError,
+        CapacityError, UnavailableError; InvalidArgumentError where disk is capped, and the sandbox has no limit."""
         asked = {cap: amount * count for cap, amount in (amounts_of(spec) | _rates(spec)).items()}
         parts: list[tuple[str, Amounts]] = []
         try:
@@ -161,9 +167,9 @@ class Ledger:
             rates = {cap: amount for cap, amount in amounts.items() if cap.endswith(RATE)}
             if rates:
                 self.settle_later([(project, rates)], RATE_WINDOW_S)
-            lasting.append((project, {cap: amount for cap, amount in amounts.items() if cap not in rates}))
+            lasting.append((project, {cap: amount // count for cap, amount in amounts.items() if cap not in rates}))
         self._tend_soon()
-        return Charge(self, lasting)
+        return Charge(self, lasting, count)
 
     async def uses(self, quotas: Iterable[tuple[str, Quota]]) -> list[CapUse]:
         """Every cap of these projects, with what there is of it."""

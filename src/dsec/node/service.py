@@ -30,6 +30,7 @@ from dsec.node.files import call_agent, decode_args, session_info, session_open
 from dsec.node.layerdesk import LayerDesk
 from dsec.node.listing import list_sandboxes, with_metrics
 from dsec.node.machinedesk import MachineDesk
+from dsec.node.manycreates import create_many
 from dsec.node.node import Node
 from dsec.node.rights import check_rights, check_source, check_store_of, check_target, project_seen
 from dsec.node.supervisor import Supervisor
@@ -47,6 +48,7 @@ from dsec.wire.events import EventQuery
 from dsec.wire.iam import Holdings, HoldingsQuery
 from dsec.wire.images import ExportRequest
 from dsec.wire.jobs import JobCounts, JobOrder, JobPart, JobQuery
+from dsec.wire.many import CreatedMany, CreateMany
 from dsec.wire.node import Caller, Done, Method, Stream
 from dsec.wire.plans import CreatePlan, PlanRequest
 from dsec.wire.usage import UsagePage, UsageQuery
@@ -68,6 +70,7 @@ class Service:
         desk, machines, disks = LayerDesk(node), MachineDesk(node), DiskDesk(node)
         self._unary: dict[Method, tuple[Any, _Unary]] = {
             Method.CREATE: (records.CreateRequest, self._create),
+            Method.CREATE_MANY: (CreateMany, self._create_many),
             Method.CREATE_PLAN: (PlanRequest, self._create_plan),
             Method.USAGE: (UsageQuery, self._usage),
             Method.HOLDINGS: (HoldingsQuery, self._holdings),
@@ -189,6 +192,10 @@ class Service:
     async def _create(self, request: records.CreateRequest, caller: Caller, key: str | None) -> records.Sandbox:
         with ids(principal=caller.principal):
             return await self._node.creation.create(request, caller, key)
+
+    async def _create_many(self, request: CreateMany, caller: Caller, _: str | None) -> CreatedMany:
+        with ids(principal=caller.principal):
+            return await create_many(self._node.creation, request, caller)
 
     async def _create_plan(self, request: PlanRequest, caller: Caller, key: str | None) -> CreatePlan:
         if request.create is not None:

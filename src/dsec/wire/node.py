@@ -35,6 +35,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 class Method(enum.StrEnum):
     # unary: request record → answer record
     CREATE = "create"  # CreateRequest → Sandbox; `key` = idempotency key
+    CREATE_MANY = "create_many"  # many.CreateMany → many.CreatedMany
     CREATE_PLAN = "create_plan"  # plans.PlanRequest → plans.CreatePlan; `key` as of create
     USAGE = "usage"  # usage.UsageQuery → usage.UsagePage
     HOLDINGS = "holdings"  # iam.HoldingsQuery → iam.Holdings; of all projects, so for the API itself

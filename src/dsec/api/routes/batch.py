@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable
 
+from dsec.api.batches import GroupedBatch, line_of
 from dsec.api.errors import told
 from dsec.api.request import Request
 from dsec.api.routes.sandboxes import create, on_named_node
@@ -12,12 +13,8 @@ from dsec.api.routing import Route
 from dsec.core.errors import LimitError
 from dsec.core.limits import BATCH_CONCURRENCY, IDEMPOTENCY_KEY_BYTES_MAX
 from dsec.wire.api import TYPE_NDJSON
-from dsec.wire.codec import to_json
-from dsec.wire.errors import ErrorBody
 from dsec.wire.node import Right
-from dsec.wire.records import BatchItem, BatchRequest, CreateRequest, Sandbox
-
-_Lines = asyncio.Queue[bytes]
+from dsec.wire.records import BatchItem, BatchRequest, CreateRequest
 
 
 async def create_batch(request: Request) -> None:
@@ -27,32 +24,44 @@ async def create_batch(request: Request) -> None:
         raise LimitError("the Idempotency-Key leaves no room for the number of the item")
     item = on_named_node(CreateRequest(spec=body.spec, timeout_s=body.timeout_s, queue_s=body.queue_s), request)
     await request.start(200, TYPE_NDJSON, [])
-    # Bounded: a client that does not read its results holds back the creates.
-    lines: _Lines = asyncio.Queue(BATCH_CONCURRENCY)
-    indices = iter(range(body.count))
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(body.count, BATCH_CONCURRENCY)):
-            group.create_task(_work(request, item, key, indices, lines))
-        for _ in range(body.count):
-            await request.write(await lines.get())
+    together = request.services.fleet.together
+
+    async def alone(index: int) -> bytes:
+        return await _create_one(request, item, index)
+
+    try:
+        if together is None or key is None or body.count == 1:
+            await _one_by_one(request, body.count, alone)
+        else:
+            keys = [f"{key}/{index}" for index in range(body.count)]
+            await GroupedBatch(request, item, keys, together, alone).run()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
     await request.end()
 
 
-async def _work(request: Request, item: CreateRequest, key: str | None, indices: Iterator[int], lines: _Lines) -> None:
-    for index in indices:
-        answer = await _create_one(request, item, None if key is None else f"{key}/{index}")
-        if isinstance(answer, Sandbox):
-            line = to_json({"index": index, "sandbox": answer})
-        else:
-            line = to_json({"index": index, "error": answer})
-        await lines.put(line + b"\n")
+async def _one_by_one(request: Request, count: int, alone: Callable[[int], Awaitable[bytes]]) -> None:
+    # Bounded: a client that does not read its results holds back the creates.
+    lines: asyncio.Queue[bytes] = asyncio.Queue(BATCH_CONCURRENCY)
+    indices = iter(range(count))
+
+    async def work() -> None:
+        for index in indices:
+            await lines.put(await alone(index))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(count, BATCH_CONCURRENCY)):
+            group.create_task(work())
+        for _ in range(count):
+            await request.write(await lines.get())
 
 
-async def _create_one(request: Request, item: CreateRequest, key: str | None) -> Sandbox | ErrorBody:
+async def _create_one(request: Request, item: CreateRequest, index: int) -> bytes:
+    key = None if request.key is None else f"{request.key}/{index}"
     try:
-        return await create(request, item, key=key)
+        return line_of(index, await create(request, item, key=key))
     except Exception as error:  # one item's failure is that item's answer
-        return told(error)
+        return line_of(index, told(error))
 
 
 ROUTES = (

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sqlite3
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,6 +18,7 @@ from dsec.cluster.registry import (
     Snapshot,
     check_key,
     check_prefix,
+    check_together,
     check_value,
     is_below,
     whole_ttl_s,
@@ -76,6 +77,25 @@ class EmbeddedRegistry:
 
         return await self._write(bucket, key, value, ttl_s, check)
 
+    async def create_all(
+        self, bucket: Bucket, entries: Sequence[tuple[str, bytes]], *, ttl_s: float | None = None
+    ) -> list[int]:
+        check_together(bucket, entries)
+        ttl = whole_ttl_s(ttl_s)
+        ends_at = None if ttl is None else self._clock.wall_s() + ttl
+
+        def work(db: sqlite3.Connection) -> list[int]:
+            for key, _ in entries:
+                if self._live(db, bucket, key) is not None:
+                    raise ConflictError(f"{bucket}/{key} is there already")
+            return [self._put(db, bucket, key, value, ttl, ends_at) for key, value in entries]
+
+        def tell(revisions: list[int]) -> None:
+            for (key, value), revision in zip(entries, revisions, strict=True):
+                self._tell(bucket, key, value, revision)
+
+        return await self._database.run(work, tell=tell)
+
     async def update(self, bucket: Bucket, key: str, value: bytes, *, revision: int, ttl_s: float | None = None) -> int:
         return await self._write(bucket, key, value, ttl_s, _expects(bucket, key, revision))
 
@@ -120,18 +140,21 @@ class EmbeddedRegistry:
 
         def work(db: sqlite3.Connection) -> int:
             check(self._live(db, bucket, key))
-            revision = _next_revision(db, bucket)
-            db.execute(
-                "INSERT OR REPLACE INTO kv VALUES (?, ?, ?, ?, ?, ?)", (bucket, key, revision, value, ttl, ends_at)
-            )
-            # Here, and not after the commit is told of: whoever writes next in this thread finds it.
-            if ttl is None:
-                self._ends.pop((bucket, key), None)
-            else:
-                self._ends[bucket, key] = self._clock.monotonic_s() + ttl
-            return revision
+            return self._put(db, bucket, key, value, ttl, ends_at)
 
         return await self._database.run(work, tell=lambda revision: self._tell(bucket, key, value, revision))
+
+    def _put(
+        self, db: sqlite3.Connection, bucket: str, key: str, value: bytes, ttl: int | None, ends_at: float | None
+    ) -> int:
+        revision = _next_revision(db, bucket)
+        db.execute("INSERT OR REPLACE INTO kv VALUES (?, ?, ?, ?, ?, ?)", (bucket, key, revision, value, ttl, ends_at))
+        # Here, and not after the commit is told of: whoever writes next in this thread finds it.
+        if ttl is None:
+            self._ends.pop((bucket, key), None)
+        else:
+            self._ends[bucket, key] = self._clock.monotonic_s() + ttl
+        return revision
 
     def _live(self, db: sqlite3.Connection, bucket: str, key: str) -> Entry | None:
         return None if self._over(bucket, key) else _find(db, bucket, key)

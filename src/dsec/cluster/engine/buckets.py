@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -19,6 +19,7 @@ from dsec.cluster.registry import (
     Snapshot,
     check_key,
     check_prefix,
+    check_together,
     check_value,
     is_below,
     whole_ttl_s,
@@ -89,6 +90,17 @@ class EngineRegistry:
                     raise ConflictError(f"{bucket}/{key} is there already") from None
                 # What was there was deleted, or its time is over: the place of the marker is what we expect.
         raise UnavailableError(f"{bucket}/{key} changes all the time")
+
+    async def create_all(
+        self, bucket: Bucket, entries: Sequence[tuple[str, bytes]], *, ttl_s: float | None = None
+    ) -> list[int]:
+        check_together(bucket, entries)
+        if not entries:
+            return []
+        place = await self._place(bucket)
+        told = [(place + key, value) for key, value in entries]
+        last = await self._engine.write_new(self._layout.bucket_stream(bucket), told, ttl_s=whole_ttl_s(ttl_s))
+        return list(range(last - len(entries) + 1, last + 1))  # they stand one after the other
 
     async def update(
         self,

@@ -44,6 +44,7 @@ _PAUSE_S: Final = 0.25
 _CONNECT_S: Final = 10.0
 _PING_S: Final = 5
 _REFUSALS_MAX: Final = 64
+_BATCHES_MAX: Final = 4  # under way at once: the server has room for fifty of one stream, of all replicas
 _WRONG_SEQUENCE: Final = frozenset((10071, 10164))
 _FULL: Final = frozenset((10047, 10077, 10122))
 _NO_MESSAGE: Final = 10037
@@ -100,6 +101,7 @@ class Engine:
     client: Client = field(default_factory=Client)
     _reconnected: set[Callable[[], None]] = field(default_factory=set)
     _since: float = field(default_factory=time.monotonic)
+    _batches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_BATCHES_MAX))
     _refused: set[str] = field(default_factory=set)  # what the server has said so of, in its words
 
     @property
@@ -225,6 +227,32 @@ class Engine:
             if last is not None and f"Nats-Msg-Id: {id}" in last.headers.splitlines():
                 return last.sequence
             raise
+
+    async def write_new(self, stream: str, entries: Sequence[tuple[str, bytes]], *, ttl_s: int | None = None) -> int:
+        """All of these subjects, in which there is nothing, or none of them; the sequence of the last. Tried once.
+
+        Raises ConflictError when there is something in one, UnavailableError for whatever else: it may be written yet.
+        """
+        batch = secrets.token_hex(12)
+        fixed = {"Nats-Batch-Id": batch, "Nats-Expected-Last-Subject-Sequence": "0"}
+        if ttl_s is not None:
+            fixed["Nats-TTL"] = str(ttl_s)
+        async with self._batches:
+            try:
+                for number, (subject, body) in enumerate(entries[:-1], 1):
+                    await self.client.publish(subject, body, headers={**fixed, "Nats-Batch-Sequence": str(number)})
+                end = {**fixed, "Nats-Batch-Sequence": str(len(entries)), "Nats-Batch-Commit": "1"}
+                subject, body = entries[-1]
+                answer = await self.client.request(subject, body, timeout=_ATTEMPT_S, headers=end)
+            except (nats.errors.Error, TimeoutError) as error:
+                raise UnavailableError(f"the engine has not written {len(entries)} keys: {_said(error)}") from error
+        ack = from_json(answer.data, _Ack)
+        if ack.error is None and ack.seq >= len(entries):
+            return ack.seq
+        if ack.error is not None and ack.error.err_code in _WRONG_SEQUENCE:
+            raise ConflictError(f"{stream}: somebody else was first")
+        why = "its answer makes no sense" if ack.error is None else ack.error.description
+        raise UnavailableError(f"the engine has not written {len(entries)} keys: {why}")
 
     async def last(self, stream: str, subject: str) -> Stored | None:
         """The last message of the subject, from who is in charge of the stream: never an older one."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dsec.cluster.log import LogStream
-from dsec.cluster.registry import Bucket
+from dsec.cluster.registry import TOGETHER, Bucket
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.ids import NodeId
 from dsec.core.limits import AUDIT_KEEP_S, EVENTS_KEPT_S, LOG_RECORD_BYTES_MAX, MIB, REGISTRY_VALUE_BYTES_MAX
@@ -91,6 +91,7 @@ class Layout:
             "max_msg_size": REGISTRY_VALUE_BYTES_MAX + 4_096,  # headers count
             "deny_delete": True,
             "allow_direct": True,
+            "allow_atomic": bucket in TOGETHER,
             "allow_msg_ttl": True,
             "duplicate_window": _DUPLICATES_S * _NS,
             "allow_rollup_hdrs": True,  # markers need it

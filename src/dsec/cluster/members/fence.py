@@ -10,7 +10,7 @@ from dsec.core.errors import CapacityError, Outcome, UnavailableError
 from dsec.wire.node import Caller, Method, NodeService, Stream
 from dsec.wire.records import NodeLoad
 
-_NEW: Final = frozenset((Method.CREATE, Method.FORK, Method.CALL))
+_NEW: Final = frozenset((Method.CREATE, Method.CREATE_MANY, Method.FORK, Method.CALL))
 
 
 class FencedService:
