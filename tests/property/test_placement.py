@@ -16,6 +16,7 @@ from dsec.cluster.placement import (
     Overlay,
     ask_of,
     choose,
+    choose_all,
     cost,
     pool_of,
     refusals,
@@ -23,6 +24,7 @@ from dsec.cluster.placement import (
     why_not,
 )
 from dsec.core.ids import NodeId
+from dsec.core.limits import CREATES_TOGETHER_MAX
 from dsec.core.spec import Environment, Place, SandboxSpec, Substrate
 
 ROOM = {"sandboxes": 100, "memory_bytes": 100 << 30, "cpu": 100_000}
@@ -82,6 +84,45 @@ def test_what_is_chosen_can_take_it_and_none_is_chosen_only_when_none_can(
         again = choose(nodes, ask, overlay=overlay, rng=random.Random(seed))
         assert again is chosen, "the same seed chooses the same"
         overlay.add(chosen.id, ask, now=1.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(nodes_of, asks, st.integers(1, 300), st.integers(0, 1 << 30))
+def test_many_together_are_no_more_than_fit_and_stop_only_when_no_node_takes_one(
+    nodes: list[Candidate], ask: Ask, count: int, seed: int
+) -> None:
+    overlay = Overlay()
+    placed = choose_all(nodes, ask, count, overlay=overlay, now=1.0, rng=random.Random(seed))
+
+    by_id = {each.id: each for each in nodes}
+    most = 1 if ask.group is not None else CREATES_TOGETHER_MAX
+    total = Counter[NodeId]()
+    for id, few in placed:
+        assert 1 <= few <= most
+        total[id] += few
+    for id, few in total.items():
+        found = by_id[id]
+        assert ask.substrate in found.substrates
+        assert found.closed is None
+        for dimension, amount in ask.amounts.items():
+            assert overlay.of(id, dimension) == few * amount
+            assert found.used[dimension] + few * amount <= found.room[dimension]
+        assert not ask.apart or ask.group is None or few == 1
+    assert sum(total.values()) <= count
+    if sum(total.values()) < count:
+        assert set(refusals(nodes, ask, overlay)) == set(by_id)
+
+
+def test_many_together_are_spread_as_evenly_as_one_by_one() -> None:
+    nodes = [node(f"n{number}", room={"sandboxes": 1_000}, used={"sandboxes": 0}) for number in range(50)]
+    ask = Ask("container", {"sandboxes": 1})
+
+    placed = Counter[NodeId]()
+    for id, few in choose_all(nodes, ask, 10_000, overlay=Overlay(), now=1.0, rng=random.Random(1)):
+        placed[id] += few
+
+    assert sum(placed.values()) == 10_000
+    assert max(placed.values()) - min(placed.values()) <= 4 * CREATES_TOGETHER_MAX
 
 
 @given(nodes_of, asks, st.integers(0, 1 << 30))

@@ -42,6 +42,9 @@ from dsec.testing.shared_state import State, embedded
 from dsec.wire.cluster import Card, Heartbeat, Member, Wanted
 from dsec.wire.codec import pack, unpack
 from dsec.wire.cursors import Place, encode_cursor
+from dsec.wire.errors import body_of
+from dsec.wire.iam import Holdings, HoldingsQuery
+from dsec.wire.many import Created, CreatedMany, CreateMany
 from dsec.wire.node import Caller, Method, Stream
 from dsec.wire.records import CreateRequest, ListQuery, NodeLoad, Sandbox, SandboxPage
 from tests.contract.served import until
@@ -65,6 +68,7 @@ class FakeNode:
     keys: dict[tuple[str, str], Sandbox] = field(default_factory=dict)
     fails: list[DsecError] = field(default_factory=list)  # the next calls, before anything is done
     loses: list[DsecError] = field(default_factory=list)  # the next answers, after all is done
+    faults: list[DsecError | str | None] = field(default_factory=list)  # of the next that are asked for together
     calls: int = 0
     gate: asyncio.Event | None = None
 
@@ -73,19 +77,38 @@ class FakeNode:
             query = unpack(body, ListQuery)
             found = [one for one in self.sandboxes if query.name in (None, one.name) and one.ended_at is None]
             return pack(SandboxPage(found[: query.limit]))
+        if method == Method.HOLDINGS:
+            live = sum(one.ended_at is None for one in self.sandboxes)
+            return pack(Holdings({name: {"sandboxes": live} for name in unpack(body, HoldingsQuery).projects}))
         self.calls += 1
         if self.gate is not None:
             await self.gate.wait()
         if self.fails:
             raise self.fails.pop(0)
-        sandbox = self.keys.get((caller.project, key or "")) if key else None
-        if sandbox is None:
-            sandbox = self.make(caller.project, unpack(body, CreateRequest))
-            if key:
-                self.keys[caller.project, key] = sandbox
+        made: Sandbox | CreatedMany
+        if method == Method.CREATE_MANY:
+            many = unpack(body, CreateMany)
+            made = CreatedMany(tuple(self.one_of_many(caller.project, many.create, one) for one in many.keys))
+        else:
+            made = self.once(caller.project, unpack(body, CreateRequest), key)
         if self.loses:
             raise self.loses.pop(0)
-        return pack(sandbox)
+        return pack(made)
+
+    def one_of_many(self, project: str, request: CreateRequest, key: str) -> Created:
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, DsecError):
+            return Created(error=body_of(fault))
+        made = self.once(project, request, key)
+        return Created() if fault == "under way" else Created(sandbox=made)
+
+    def once(self, project: str, request: CreateRequest, key: str | None) -> Sandbox:
+        sandbox = self.keys.get((project, key)) if key else None
+        if sandbox is None:
+            sandbox = self.make(project, request)
+            if key:
+                self.keys[project, key] = sandbox
+        return sandbox
 
     def make(self, project: str, request: CreateRequest) -> Sandbox:
         sandbox = Sandbox(
