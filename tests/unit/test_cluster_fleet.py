@@ -46,7 +46,7 @@ from dsec.wire.errors import body_of
 from dsec.wire.iam import Holdings, HoldingsQuery
 from dsec.wire.many import Created, CreatedMany, CreateMany
 from dsec.wire.node import Caller, Method, Stream
-from dsec.wire.records import CreateRequest, ListQuery, NodeLoad, Sandbox, SandboxPage
+from dsec.wire.records import CreateRequest, ListQuery, NodeLoad, Sandbox, SandboxPage, SandboxRef
 from tests.contract.served import until
 
 CALLER = Caller(principal="p", project="/p", rights=frozenset({"use"}))
@@ -69,6 +69,7 @@ class FakeNode:
     fails: list[DsecError] = field(default_factory=list)  # the next calls, before anything is done
     loses: list[DsecError] = field(default_factory=list)  # the next answers, after all is done
     faults: list[DsecError | str | None] = field(default_factory=list)  # of the next that are asked for together
+    destroyed: list[str] = field(default_factory=list)
     calls: int = 0
     gate: asyncio.Event | None = None
 
@@ -80,6 +81,9 @@ class FakeNode:
         if method == Method.HOLDINGS:
             live = sum(one.ended_at is None for one in self.sandboxes)
             return pack(Holdings({name: {"sandboxes": live} for name in unpack(body, HoldingsQuery).projects}))
+        if method == Method.DESTROY:
+            self.destroyed.append(unpack(body, SandboxRef).id)
+            return pack(None)
         self.calls += 1
         if self.gate is not None:
             await self.gate.wait()
