@@ -46,6 +46,7 @@ from dsec.wire.errors import body_of
 from dsec.wire.iam import Holdings, HoldingsQuery
 from dsec.wire.many import Created, CreatedMany, CreateMany
 from dsec.wire.node import Caller, Method, Stream
+from dsec.wire.plans import CreatePlan, PlanRequest
 from dsec.wire.records import CreateRequest, ListQuery, NodeLoad, Sandbox, SandboxPage, SandboxRef
 from tests.contract.served import until
 
@@ -84,6 +85,11 @@ class FakeNode:
         if method == Method.DESTROY:
             self.destroyed.append(unpack(body, SandboxRef).id)
             return pack(None)
+        if method == Method.CREATE_PLAN:
+            create = unpack(body, PlanRequest).create
+            assert create is not None
+            known = (caller.project, key) in self.keys
+            return pack(CreatePlan(node=self.id, project=caller.project, spec=create.spec, known=known))
         self.calls += 1
         if self.gate is not None:
             await self.gate.wait()
