@@ -21,7 +21,7 @@ from dsec.core.limits import BATCH_GROUP
 from dsec.wire.jobs import JobState
 from tests.contract.node_double import NODE, NodeDouble
 from tests.contract.served import Served, serve, until
-from tests.unit.test_cluster_fleet import NODES, Cluster, cluster
+from tests.unit.fleet_double import NODES, Cluster, cluster
 from tests.unit.test_cluster_together import roomy
 
 __all__ = ["cluster"]

@@ -40,7 +40,7 @@ from dsec.wire.following import follow_events
 from dsec.wire.node import Method
 from dsec.wire.records import CreateRequest, NodeLoad, Sandbox
 from tests.node_calls import create, destroy
-from tests.unit.test_cluster_fleet import CALLER, NODES, Cluster, cluster, lost, request
+from tests.unit.fleet_double import CALLER, NODES, Cluster, cluster, lost, request
 from tests.unit.test_node_events import told
 
 __all__ = ["cluster"]  # the fixture

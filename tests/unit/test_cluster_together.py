@@ -27,7 +27,7 @@ from dsec.wire.many import CreatedMany
 from dsec.wire.node import Caller, Method
 from dsec.wire.records import NodeLoad, Sandbox
 from tests.contract.served import until
-from tests.unit.test_cluster_fleet import CALLER, NODES, Cluster, cluster, lost, request, unreachable
+from tests.unit.fleet_double import CALLER, NODES, Cluster, cluster, lost, request, unreachable
 
 __all__ = ["cluster"]
 

@@ -30,7 +30,7 @@ from dsec.wire.codec import pack, unpack
 from dsec.wire.events import Event, Events, Figures
 from dsec.wire.node import Caller, ExecStart, Method, Stream
 from dsec.wire.records import CreateRequest, ExecRequest, ListQuery, NodeLoad, Sandbox, SandboxPage, SandboxRef
-from tests.unit.test_cluster_fleet import request
+from tests.unit.fleet_double import request
 
 NODE, OTHER = NodeId("aaaaaaaa"), NodeId("bbbbbbbb")
 OWNER, ABOVE, STRANGER = caller_of("/team/run"), caller_of("/team"), caller_of("/else")

@@ -21,7 +21,7 @@ from dsec.testing.nodes import FAKE_SPEC, NodeClient, caller_of, fake_node
 from dsec.testing.waiting import eventually
 from dsec.wire.records import CreateRequest, NodeLoad, Sandbox
 from tests.node_calls import destroy
-from tests.unit.test_cluster_fleet import CALLER, NODES, Cluster, cluster, request
+from tests.unit.fleet_double import CALLER, NODES, Cluster, cluster, request
 
 __all__ = ["cluster"]  # the fixture
 
