@@ -170,7 +170,7 @@ class ManyNodes:
         now = self._clock.monotonic_s()
         ask = ask_of(request.spec, project)
         bursts = self.bursts if only is None else ()
-        views = [view for view in self._nodes if view.card is not None and only in (None, view.id)]
+        views = [view for view in self._nodes.shown if view.id == only] if only is not None else self._nodes.shown
         candidates = Candidates(views, ask, self._overlay, now, bursts)
         found = choose(candidates, ask, overlay=self._overlay, rng=self._rng, tried=tried, bursts=bursts)
         if found is None:
@@ -184,8 +184,7 @@ class ManyNodes:
         """Where so many alike go now, a few together at each. Fewer than `count` when no node takes more."""
         now = self._clock.monotonic_s()
         ask = ask_of(request.spec, project)
-        views = [view for view in self._nodes if view.card is not None]
-        candidates = Candidates(views, ask, self._overlay, now, self.bursts)
+        candidates = Candidates(self._nodes.shown, ask, self._overlay, now, self.bursts)
         return choose_all(candidates, ask, count, overlay=self._overlay, now=now, rng=self._rng, bursts=self.bursts)
 
     async def ask(

@@ -66,11 +66,13 @@ class RemoteRpc:
         self, node: NodeId, method: Method, body: bytes, *, caller: Caller, timeout_s: float, key: str | None = None
     ) -> bytes:
         check_size(body)
-        loop = asyncio.get_running_loop()
-        until = loop.time() + timeout_s
-        link = await self._link_within(node, method, timeout_s)
-        left = max(until - loop.time(), 0.001)
-        head = CallHead(method=method, caller=caller, size=len(body), timeout_s=left, key=key)
+        link = self._usable(node)
+        if link is None:
+            loop = asyncio.get_running_loop()
+            until = loop.time() + timeout_s
+            link = await self._link_within(node, method, timeout_s)
+            timeout_s = max(until - loop.time(), 0.001)
+        head = CallHead(method=method, caller=caller, size=len(body), timeout_s=timeout_s, key=key)
         return await link.call(head, body)
 
     async def open(self, node: NodeId, method: Method, body: bytes, *, caller: Caller) -> Stream:
@@ -108,13 +110,19 @@ class RemoteRpc:
                 outcome=Outcome.UNCHANGED,
             ) from error
 
-    async def _link(self, node: NodeId) -> _Link:
+    def _usable(self, node: NodeId) -> _Link | None:
+        """The connection to where the node is now, if there is one."""
         if self._closed:
             raise UnavailableError("this replica is stopping", outcome=Outcome.UNCHANGED, retry_after_s=1.0)
         address = self._directory.address(node)
         link = self._links.get(node)
-        if link is not None and link.usable and link.address == address:
+        return link if link is not None and link.usable and link.address == address else None
+
+    async def _link(self, node: NodeId) -> _Link:
+        link = self._usable(node)
+        if link is not None:
             return link
+        address = self._directory.address(node)
         connecting = self._connecting.get(node)
         if connecting is None:
             self._check_failed(node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -82,6 +82,7 @@ class Nodes:
         self._registry = registry
         self._clock = clock
         self._views: dict[NodeId, NodeView] = {}
+        self._shown: tuple[NodeView, ...] | None = None  # until a card comes or goes
         self._tasks: list[asyncio.Task[None]] = []
         self._known: dict[Bucket, bool] = {Bucket.NODES: False, Bucket.MEMBERS: False}
         self._ready = asyncio.Event()
@@ -107,6 +108,13 @@ class Nodes:
 
     def __iter__(self) -> Iterator[NodeView]:
         return iter(list(self._views.values()))
+
+    @property
+    def shown(self) -> Sequence[NodeView]:
+        """Those that have a card: what placement looks at for each create."""
+        if self._shown is None:
+            self._shown = tuple(view for view in self._views.values() if view.card is not None)
+        return self._shown
 
     def find(self, node: NodeId) -> NodeView | None:
         return self._views.get(node)
@@ -187,6 +195,7 @@ class Nodes:
                 return
             view = self._views[node] = NodeView(node)
         if bucket == Bucket.NODES:
+            self._shown = None
             self._set_card(view, _read(value, Card))
         elif key.endswith(_RULING):
             view.ruling = _read(value, Ruling) or Ruling()
