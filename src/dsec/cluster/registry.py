@@ -35,7 +35,7 @@ class Bucket(enum.StrEnum):
     OPS = "OPS"  # <project>.<idempotency key> → node and request (ruling 3)
 
 
-TOGETHER: Final = frozenset((Bucket.OPS,))  # of which many keys can be made in one write: none that nodes write to
+TOGETHER: Final = frozenset((Bucket.OPS,))  # of which many keys can be made in one write
 
 
 class Entry(NamedTuple):
@@ -68,6 +68,12 @@ class Keys(Protocol):
         """The revision. Raises ConflictError when the key is there."""
         ...
 
+    async def update(self, bucket: Bucket, key: str, value: bytes, *, revision: int, ttl_s: float | None = None) -> int:
+        """Raises ConflictError when the key is not at `revision` any more. The time to live begins again, or ends."""
+        ...
+
+
+class Registry(Keys, Protocol):
     async def create_all(
         self, bucket: Bucket, entries: Sequence[tuple[str, bytes]], *, ttl_s: float | None = None
     ) -> list[int]:
@@ -78,12 +84,6 @@ class Keys(Protocol):
         """
         ...
 
-    async def update(self, bucket: Bucket, key: str, value: bytes, *, revision: int, ttl_s: float | None = None) -> int:
-        """Raises ConflictError when the key is not at `revision` any more. The time to live begins again, or ends."""
-        ...
-
-
-class Registry(Keys, Protocol):
     async def entries(self, bucket: Bucket, prefix: str = "") -> list[Entry]:
         """Those whose key is `prefix`, or begins with `prefix` and a dot; all without one. In order of keys."""
         ...
