@@ -54,6 +54,8 @@ class Fakes:
     def silent(self) -> Sequence[NodeId]:
         return sorted(self.away)
 
+    absent = silent
+
     async def call(
         self, node: NodeId, method: Method, body: bytes, *, caller: Caller, timeout_s: float, key: str | None = None
     ) -> bytes:

@@ -27,6 +27,7 @@ from dsec.core.errors import (
 )
 from dsec.core.spec import SandboxSpec, Substrate
 from dsec.node.snapshots import Captured, Snapshots, _run_to_merge
+from dsec.node.snapshotstore import SnapshotStore
 from dsec.node.supervisor import Supervisor
 from dsec.testing.faults import each_nth_failure
 from dsec.testing.nodes import FAKE_SPEC, NodeClient, caller_of, crash, fake_node, make_fake_node
@@ -222,6 +223,19 @@ async def test_a_project_has_a_bound(client: NodeClient, monkeypatch: pytest.Mon
         await take(client, sandbox.id, "three")
     await remove(client, "one")
     await take(client, sandbox.id, "three")
+
+
+def test_what_a_project_may_have_is_for_those_below_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SNAPSHOTS_PER_PROJECT_MAX", 2)
+    store = SnapshotStore(tmp_path)
+    store.reserve("/team/a", "one", "1")
+    store.reserve("/team/b/c", "one", "2")
+
+    with pytest.raises(LimitError, match="/team and the projects below it"):
+        store.reserve("/team/another", "one", "3")
+    store.reserve("/teammate", "one", "3")
+    store.let_go("/team/b/c", "one")
+    store.reserve("/team/another", "one", "4")
 
 
 async def test_a_node_has_a_bound(client: NodeClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from dsec.api.explaining import cap_verdict, node_verdicts
 from dsec.cluster.fleet import Fleet
 from dsec.cluster.rpc import Rpc
-from dsec.core.errors import DsecError, ForbiddenError, Outcome, QuotaError
+from dsec.core.errors import DsecError, ForbiddenError, Outcome, QuotaError, UnavailableError
 from dsec.core.ids import NodeId, SandboxId, node_of
 from dsec.core.spec import SandboxSpec
 from dsec.iam.directory import Directory
@@ -26,6 +26,7 @@ from dsec.wire.records import CreateRequest, Sandbox, SandboxRef
 from dsec.wire.snapshots import Fork
 
 _TIMEOUT_S: Final = 10.0
+_ABSENT_S: Final = 5.0
 _HOLDINGS_S: Final = 3.0  # a node that does not say what it has holds up creates of capped projects, not longer
 # Within one process: a create whose caller was told nothing is among what the node has, or will never be.
 _UNKNOWN_S: Final = 1.0
@@ -139,6 +140,32 @@ class Admission:
             for project, amounts in unpack(answer, Holdings).by_project.items():
                 total.setdefault(project, Counter()).update(amounts)
         return {project: dict(amounts) for project, amounts in total.items()}
+
+    async def left_of(self, project: str, *, strict: bool) -> dict[str, int]:
+        """What there is of it and below it: sandboxes, snapshots, volumes. `strict`: raises UnavailableError where a
+        node that may have some does not say."""
+        absent = self._fleet.absent() if strict else ()
+        if absent:
+            raise UnavailableError(
+                f"node {absent[0]} may have something of {project}, and does not answer",
+                outcome=Outcome.UNCHANGED,
+                hint="wait until it is back; `dsec cluster retire` says that it never comes",
+                retry_after_s=_ABSENT_S,
+            )
+        body = pack(HoldingsQuery((project,), kept=True))
+        calls = [
+            self._rpc.call(node, Method.HOLDINGS, body, caller=_SELF, timeout_s=_HOLDINGS_S)
+            for node in self._fleet.nodes()
+        ]
+        total: Counter[str] = Counter()
+        for answer in await asyncio.gather(*calls, return_exceptions=not strict):
+            if isinstance(answer, bytes):
+                found = unpack(answer, Holdings)
+                total.update(found.kept.get(project, {}))
+                total["sandboxes"] += found.by_project.get(project, {}).get("sandboxes", 0)
+            elif isinstance(answer, BaseException) and not isinstance(answer, DsecError):
+                raise answer
+        return +total
 
     async def close(self) -> None:
         await self.ledger.close()

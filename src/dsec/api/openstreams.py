@@ -1,4 +1,4 @@
-"""The streams that are open: counted by project, and ended when what they were opened with is no longer good."""
+"""The streams that are open: counted by team, and ended when what they were opened with is no longer good."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from dsec.core.errors import CapacityError, DsecError
 from dsec.core.limits import PROJECT_STREAMS_MAX
 from dsec.wire.frames import Frame
-from dsec.wire.node import Stream
+from dsec.wire.node import Stream, team_of
 
 CHECK_S: Final = 2.0  # between two looks at the credentials of streams that last
 _GRACE_S: Final = 3.0  # for the client to take its last words; then it is cut off
@@ -18,24 +18,26 @@ _GRACE_S: Final = 3.0  # for the client to take its last words; then it is cut o
 
 class OpenStreams:
     def __init__(self) -> None:
-        self._by_project: Counter[str] = Counter()
+        self._of_teams: Counter[str] = Counter()
         self._checked: set[OpenStream] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     def reserve(self, project: str) -> None:
         """Raises CapacityError when the project has as many as it may have. `OpenStream.close`, or `free`, follows."""
-        if self._by_project[project] >= PROJECT_STREAMS_MAX:
+        team = team_of(project)
+        if self._of_teams[team] >= PROJECT_STREAMS_MAX:
             raise CapacityError(
-                f"the project has {PROJECT_STREAMS_MAX} streams open",
+                f"{team} and the projects below it have {PROJECT_STREAMS_MAX} streams open",
                 hint="close some: outputs that are followed, watches, connections, transfers",
                 retry_after_s=1.0,
             )
-        self._by_project[project] += 1
+        self._of_teams[team] += 1
 
     def free(self, project: str) -> None:
-        self._by_project[project] -= 1
-        if not self._by_project[project]:
-            del self._by_project[project]
+        team = team_of(project)
+        self._of_teams[team] -= 1
+        if not self._of_teams[team]:
+            del self._of_teams[team]
 
     def add(
         self, stream: Stream, project: str, check: Callable[[], object] | None, cut: Callable[[], None]
@@ -61,7 +63,7 @@ class OpenStreams:
             self._timer = asyncio.get_running_loop().call_later(CHECK_S, self._check)
 
     def __len__(self) -> int:
-        return self._by_project.total()
+        return self._of_teams.total()
 
 
 class OpenStream:

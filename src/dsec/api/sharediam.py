@@ -213,11 +213,19 @@ class SharedSlices:
     async def write(self, project: str, shared: Shared, *, expect: int) -> int | None:
         key, body = _key(project), pack(shared)
         try:
+            if not shared.slices:  # nobody has anything of it
+                if not expect:
+                    return None if await self._registry.get(Bucket.QUOTAS, key) else 0
+                await self._registry.delete(Bucket.QUOTAS, key, revision=expect)
+                return 0
             if expect:
                 return await self._registry.update(Bucket.QUOTAS, key, body, revision=expect)
             return await self._registry.create(Bucket.QUOTAS, key, body)
         except ConflictError:
             return None
+
+    async def remove(self, project: str) -> None:
+        await self._registry.delete(Bucket.QUOTAS, _key(project))
 
 
 def _key(project: str) -> str:

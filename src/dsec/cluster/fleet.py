@@ -78,6 +78,10 @@ class Fleet(Protocol):
         """Those on which there may be more, and that cannot be asked now."""
         ...
 
+    def absent(self) -> Sequence[NodeId]:
+        """Those that cannot be asked now, and may come back with what is on their disks."""
+        ...
+
     def choose(self, request: CreateRequest, tried: set[NodeId], *, counts: bool = True) -> NodeId:
         """A node that would take it now, but for those that were tried. Raises CapacityError, UnsupportedError.
         `counts`: it goes there, and later choices are to know."""
@@ -145,6 +149,9 @@ class OneNode:
         return ()
 
     def silent(self) -> Sequence[NodeId]:
+        return ()
+
+    def absent(self) -> Sequence[NodeId]:
         return ()
 
     async def create(

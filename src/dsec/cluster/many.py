@@ -156,6 +156,10 @@ class ManyNodes:
         now = self._clock.monotonic_s()
         return [view.id for view in self._nodes if view.member is not None and _is_silent(view, now)]
 
+    def absent(self) -> Sequence[NodeId]:
+        now, gone = self._clock.monotonic_s(), (NodeState.AWAY, NodeState.LOST)
+        return [view.id for view in self._nodes if view.member is not None and view.state(now) in gone]
+
     def choose(
         self,
         request: CreateRequest,

@@ -105,7 +105,7 @@ QUOTA_INODES_MIN: Final = 1_024  # so that a small limit still holds a small che
 # Environments
 # Snapshots
 SNAPSHOTS_MAX: Final = 10_000  # of one node; each is a record in memory, and a layer at least
-SNAPSHOTS_PER_PROJECT_MAX: Final = 2_000  # so that one project does not take all of them
+SNAPSHOTS_PER_PROJECT_MAX: Final = 2_000  # of one below the root, with all below it: it does not take all of them
 SNAPSHOT_LOOKS_MAX: Final = 4  # passes over what a sandbox has written before it is stopped for the last one
 SNAPSHOT_CHAIN_MAX: Final = 16  # layers of snapshots on top of each other; with the next they become one
 SNAPSHOT_MAKE_S_MAX: Final = 1_800.0  # for copying and keeping what a sandbox has written; others wait for their turn
@@ -113,7 +113,7 @@ SNAPSHOT_FREEZE_S_MAX: Final = 600.0  # a command inside that is stopped for lon
 SNAPSHOTS_AT_ONCE_MAX: Final = 4  # on one node: each reads and writes all that a sandbox has written, twice
 SNAPSHOTS_WAITING_MAX: Final = 256  # for their turn; each is a request that is held
 SNAPSHOTS_AT_ONCE_PER_PROJECT_MAX: Final = 3  # a large disk takes minutes: one turn is left for others
-SNAPSHOTS_WAITING_PER_PROJECT_MAX: Final = 192  # those being made included
+SNAPSHOTS_WAITING_PER_PROJECT_MAX: Final = 192  # those being made included; of one below the root, as above
 FORKS_MAX: Final = 1_000  # of one request; all of them are made, or none
 
 IMAGE_ENTRIES_MAX: Final = 2_000_000  # files and directories of one layer: an archive of empty files is a bomb too
@@ -176,7 +176,7 @@ CALL_PIDS_DEFAULT: Final = 64  # a JVM and its threads
 CALL_PIDS_MAX: Final = 4_096  # of one call; the place's own bound is above
 CALL_FILE_BYTES_DEFAULT: Final = 64 * MIB  # one file; all are in memory and count against its limit
 CALLS_QUEUED_MAX: Final = 10_000  # waiting on one node, each with its body in memory; beyond it 429
-CALLS_QUEUED_PER_PROJECT_MAX: Final = 5_000  # half of the node's, so that no project alone keeps all others out
+CALLS_QUEUED_PER_PROJECT_MAX: Final = 5_000  # half of the node's: of a project below the root, with all below it
 CALL_PLACES_MAX: Final = 64  # containers for calls of one node: each takes an id range that a sandbox could have
 CALL_POOLS_MAX: Final = 64  # of one node; the one without calls for the longest time makes room
 
@@ -231,7 +231,9 @@ ADMISSIONS_WAITING_MAX: Final = 4_096  # creates that wait for a slice of one ca
 STREAM_QUEUE_FRAMES_MAX: Final = 256  # one direction of one stream; small frames cost more than their bytes
 STREAM_QUEUE_BYTES_MAX: Final = 128 * KIB  # one direction of one stream: what a reader that stands still costs
 STREAM_LINGER_S: Final = 1.0  # after the caller has closed: for what it had sent, then the work is cancelled
-PROJECT_STREAMS_MAX: Final = 1_024  # of one API; each may hold some 0.5 MiB for a reader that stands still
+PROJECT_STREAMS_MAX: Final = (
+    1_024  # of one API, with all below it; each may hold 0.5 MiB for a reader that stands still
+)
 NODE_STREAMS_MAX: Final = 16_384  # open between one API and one node
 
 # Shared state of a cluster

@@ -18,6 +18,12 @@ class Hierarchy:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
 
+    def may_be_made(self, path: str, *, by: Principal) -> bool:
+        """Whether `create` would make it, by what is known here."""
+        parent = parent_of(path)
+        known = parent is not None and self._directory.view.project(path) is None
+        return known and parent is not None and by.best(parent, Right.MANAGE) is not None
+
     async def create(self, path: str, *, by: Principal) -> ProjectRow:
         """Raises NotFoundError for a parent that is not there, ForbiddenError, ConflictError, CapacityError."""
         directory, parent = self._directory, parent_of(parse_project(path))

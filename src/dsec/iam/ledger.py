@@ -48,12 +48,15 @@ class SliceStore(Protocol):
         """The new revision; None when it is not at `expect` any more."""
         ...
 
+    async def remove(self, project: str) -> None: ...
+
 
 class LocalSlices:
     """For replicas of one process. What it holds ends with the process, and so do the creates that it stands for."""
 
     def __init__(self) -> None:
         self._records: dict[str, tuple[int, Shared]] = {}
+        self._revision = 0  # of all of them together: one that was removed has none again
 
     async def read(self, project: str) -> tuple[int, Shared]:
         return self._records.get(project, (0, Shared()))
@@ -61,8 +64,12 @@ class LocalSlices:
     async def write(self, project: str, shared: Shared, *, expect: int) -> int | None:
         if self._records.get(project, (0, Shared()))[0] != expect:
             return None
-        self._records[project] = (expect + 1, shared)
-        return expect + 1
+        self._revision += 1
+        self._records[project] = (self._revision, shared)
+        return self._revision
+
+    async def remove(self, project: str) -> None:
+        self._records.pop(project, None)
 
 
 @dataclass(slots=True)
@@ -196,6 +203,10 @@ class Ledger:
 
     def leave(self, parts: list[tuple[str, Amounts]]) -> None:
         self.settle_later(parts, self._unknown_s)
+
+    async def forget(self, project: str) -> None:
+        """It is removed: what replicas have leased of it is nothing to a later one of this path."""
+        await self._store.remove(project)
 
     async def close(self) -> None:
         self._closed = True

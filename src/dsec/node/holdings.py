@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from dsec.core.spec import SandboxSpec
 from dsec.wire.iam import amounts_of
@@ -28,6 +28,17 @@ class ProjectHoldings:
 
     def of(self, projects: Iterable[str]) -> dict[str, dict[str, int]]:
         return {path: dict(self._by_project[path]) for path in projects if path in self._by_project}
+
+
+def kept(projects: Iterable[str], things: Mapping[str, Iterable[str]]) -> dict[str, dict[str, int]]:
+    """`things`: of each kind, the project of each. By project: how many of each kind it has, with all below it."""
+    found: dict[str, dict[str, int]] = {}
+    for kind, owners in things.items():
+        counts = Counter(path for owner in owners for path in _lineage(owner))
+        for path in projects:
+            if counts[path]:
+                found.setdefault(path, {})[kind] = counts[path]
+    return found
 
 
 def _lineage(project: str) -> list[str]:

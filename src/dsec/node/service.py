@@ -27,6 +27,7 @@ from dsec.node.diskdesk import DiskDesk
 from dsec.node.doctor import examine
 from dsec.node.execs import NodeExec
 from dsec.node.files import call_agent, decode_args, session_info, session_open
+from dsec.node.holdings import kept
 from dsec.node.layerdesk import LayerDesk
 from dsec.node.listing import list_sandboxes, with_metrics
 from dsec.node.machinedesk import MachineDesk
@@ -207,7 +208,11 @@ class Service:
         return await usage_page(request, caller, self._node.registry, self._node.journal, self._node.clock.wall_s())
 
     async def _holdings(self, request: HoldingsQuery, caller: Caller, _: str | None) -> Holdings:
-        return Holdings(self._node.registry.holdings.of(request.projects))
+        held = self._node.registry.holdings.of(request.projects)
+        if not request.kept:
+            return Holdings(held)
+        things = {"snapshots": self._node.snapshots.owners(), "volumes": await self._node.volumes.owners()}
+        return Holdings(held, kept(request.projects, things))
 
     async def _get(self, request: records.SandboxRef, caller: Caller, _: str | None) -> records.Sandbox:
         return self._view(request.id, caller)

@@ -45,7 +45,7 @@ from dsec.observe import metrics
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack
 from dsec.wire.events import EventKind
-from dsec.wire.node import Caller
+from dsec.wire.node import Caller, team_of
 from dsec.wire.snapshots import (
     Published,
     PublishRequest,
@@ -102,11 +102,15 @@ class Snapshots:
         self._store = store
         self._collect = collect
         self._turn = asyncio.Semaphore(limits.SNAPSHOTS_AT_ONCE_MAX)
-        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # of projects
-        self._under_way: Counter[str] = Counter()  # by project
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # of teams
+        self._under_way: Counter[str] = Counter()  # by team: a project below the root
         self._once: Once[SnapshotInfo] = Once(services.tasks, "snapshot")
         self._kept: Counter[str | None] = Counter()
         self.changing = asyncio.Lock()
+
+    def owners(self) -> Iterator[str]:
+        """The project of each snapshot."""
+        return self._store.projects()
 
     def layers(self) -> frozenset[str]:
         """Digests that snapshots are made of."""
@@ -237,7 +241,7 @@ class Snapshots:
         """What it has now, as layers or as a machine. Raises as `take` does."""
         if sandbox.backend.capabilities.snapshot is Keeps.NOTHING:
             raise UnsupportedError(f"this node takes no snapshots of {sandbox.row.spec.substrate} sandboxes")
-        project = sandbox.row.project
+        project = team_of(sandbox.row.project)
         own, total = self._under_way[project], self._under_way.total()
         if total >= limits.SNAPSHOTS_WAITING_MAX or own >= limits.SNAPSHOTS_WAITING_PER_PROJECT_MAX:
             raise CapacityError(f"{total} snapshots are being made already", retry_after_s=_RETRY_S)

@@ -24,6 +24,7 @@ from dsec.core.errors import (
 from dsec.core.spec import Substrate
 from dsec.storage.layers import sync, write_synced
 from dsec.wire import codec
+from dsec.wire.node import team_of
 from dsec.wire.snapshots import SnapshotRow
 
 _DRAFT = ".draft"
@@ -44,7 +45,7 @@ class SnapshotStore:
         self._directory = directory
         self._rows: dict[str, SnapshotRow] = {}
         self._names: dict[tuple[str, str], str] = {}  # (project, name) → id; reserved ones too
-        self._counts: dict[str, int] = {}
+        self._counts: dict[str, int] = {}  # of each project below the root, with all below it
         self._order: list[Place] = []
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,6 +91,10 @@ class SnapshotStore:
             if row is not None:
                 yield found, row
 
+    def projects(self) -> Iterator[str]:
+        """Of each snapshot, and of each that is being made."""
+        return (project for project, _ in self._names)
+
     def layers(self) -> frozenset[str]:
         """What must not be collected."""
         return frozenset(digest for row in self._rows.values() for digest in row.info.layers)
@@ -108,9 +113,10 @@ class SnapshotStore:
                 f"there is a snapshot {name!r} already" if taken in self._rows else f"{name!r} is being made",
                 hint="names of snapshots are unique in a project; choose another, or remove that one",
             )
-        if self._counts.get(project, 0) >= limits.SNAPSHOTS_PER_PROJECT_MAX:
+        team = team_of(project)
+        if self._counts.get(team, 0) >= limits.SNAPSHOTS_PER_PROJECT_MAX:
             raise LimitError(
-                f"a project has at most {limits.SNAPSHOTS_PER_PROJECT_MAX} snapshots",
+                f"{team} and the projects below it have {limits.SNAPSHOTS_PER_PROJECT_MAX} snapshots, and no more",
                 hint="remove some: dsec snapshot rm",
             )
         if sum(self._counts.values()) >= limits.SNAPSHOTS_MAX:
@@ -163,6 +169,7 @@ class SnapshotStore:
             raise StorageError(f"the snapshot cannot be removed: {error.strerror}") from error
 
     def _count(self, project: str, change: int) -> None:
+        project = team_of(project)
         left = self._counts.get(project, 0) + change
         if left:
             self._counts[project] = left

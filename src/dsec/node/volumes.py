@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -125,6 +125,10 @@ class Volumes:
 
         volumes = [self._info(record, used) for record, used in await asyncio.to_thread(work)]
         return volumes + [VolumeInfo(name=name, kind=DATASET) for name in sorted(self._datasets)]
+
+    async def owners(self) -> Sequence[str]:
+        """The project of each volume."""
+        return [record.project for record in await asyncio.to_thread(self._store.list)]
 
     async def get(self, name: str, project: str) -> VolumeInfo:
         """Raises VolumeNotFoundError."""

@@ -184,12 +184,15 @@ class AuditPage(msgspec.Struct, frozen=True):
 
 class HoldingsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     projects: tuple[str, ...]
+    kept: bool = False  # also what outlives sandboxes
 
 
 class Holdings(msgspec.Struct, frozen=True):
-    """Of each project that was asked for, all below it included: cap → what its sandboxes of this node have."""
+    """Of each project that was asked for, all below it included: cap → what its sandboxes of this node have; and how
+    many snapshots and volumes of it there are, where that was asked."""
 
     by_project: dict[str, dict[str, int]] = {}
+    kept: dict[str, dict[str, int]] = {}
 
 
 def amounts_of(spec: SandboxSpec) -> dict[str, int]:

@@ -7,19 +7,27 @@ from bisect import bisect_right
 from dsec.api.query import Kind, Param
 from dsec.api.request import Answer, Request
 from dsec.api.routing import Route
-from dsec.core.errors import ConflictError
+from dsec.core.errors import ConflictError, UnavailableError
 from dsec.core.limits import LIST_PAGE_DEFAULT, LIST_PAGE_MAX
 from dsec.iam.principals import Right as Words
 from dsec.iam.projects import ROOT, parse_project
 from dsec.iam.rows import ProjectRow
+from dsec.observe.logs import get_logger
 from dsec.wire.codec import to_json
 from dsec.wire.iam import AuditPage, Policy, ProjectInfo, ProjectPage, ProjectRequest, Quota, QuotaInfo
 from dsec.wire.node import Done, Right
 
+log = get_logger(__name__)
+
 
 async def create_project(request: Request) -> Answer:
     body = await request.record(ProjectRequest)
-    row = await request.services.iam.projects.create(body.path, by=request.who)
+    projects, path = request.services.iam.projects, parse_project(body.path)
+    if projects.may_be_made(path, by=request.who):
+        # Of an earlier project of this path: a request that was under way when it was removed may have made something.
+        _refuse_what_is_left(path, await request.services.admission.left_of(path, strict=False))
+        await _clear(request, path)
+    row = await projects.create(body.path, by=request.who)
     return Answer(to_json(_info(row)), status=201)
 
 
@@ -39,10 +47,28 @@ async def get_project(request: Request) -> Answer:
 async def remove_project(request: Request) -> Answer:
     path, iam = _path(request), request.services.iam
     iam.projects.get(path, by=request.who)
-    if (await request.services.admission.holdings([path])).get(path):
-        raise ConflictError(f"there are sandboxes in {path}", hint="destroy them first")
+    # Nodes know projects by their paths: whoever makes one of this path again must not find what this one had.
+    _refuse_what_is_left(path, await request.services.admission.left_of(path, strict=True))
     await iam.projects.remove(path, by=request.who)
+    await _clear(request, path)
     return Answer(to_json(Done()))
+
+
+def _refuse_what_is_left(path: str, left: dict[str, int]) -> None:
+    if left:
+        what = ", ".join(f"{kind} ({count})" for kind, count in sorted(left.items()))
+        raise ConflictError(f"in {path} there are {what}", hint="remove them first", detail={"left": left})
+
+
+async def _clear(request: Request, path: str) -> None:
+    """Of a project that is not there, and has no sandboxes: its jobs end, and what is leased of its caps. What is not
+    removed now is removed before there is one of this path again."""
+    services = request.services
+    try:
+        await services.jobs.drop(path)
+        await services.admission.ledger.forget(path)
+    except UnavailableError as error:
+        log.warning("jobs of a removed project are there yet", project=path, why=error.message)
 
 
 async def get_quota(request: Request) -> Answer:
@@ -130,7 +156,8 @@ ROUTES = (
         "DELETE",
         "/v1/project",
         remove_project,
-        "Remove a project without sandboxes and without projects below, with its principals, grants and tokens.",
+        "Remove a project without sandboxes, snapshots, volumes and projects below, with its jobs, principals, grants "
+        "and tokens.",
         Right.MANAGE,
         params=_PATH,
         answer=Done,

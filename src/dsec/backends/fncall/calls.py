@@ -22,6 +22,7 @@ from dsec.core.references import parse_reference
 from dsec.core.spec import Environment
 from dsec.observe import metrics
 from dsec.wire.calls import CallAnswer, CallPool, CallRequest, TaskTypeInfo
+from dsec.wire.node import team_of
 
 _STARVED_S: Final = 1.0  # without any place, while other pools have all of them: then the next that is free is theirs
 _LOOK_S: Final = 5.0  # between two looks for places that nobody needs
@@ -65,6 +66,7 @@ class Calls:
         type = self.types.get(request.type)
         checker_type = self.types.get(request.checker.type) if request.checker is not None else None
         check_files(request, type)
+        project = team_of(project)  # whoever manages one makes as many below it as they like
         self._refuse_too_many(project)
         pool = self._find_pool(request.environment, request.type)
         try:
@@ -151,7 +153,7 @@ class Calls:
             )
         if sum(pool.queue.waiting(project) for pool in self._pools.values()) >= limits.CALLS_QUEUED_PER_PROJECT_MAX:
             raise CapacityError(
-                f"{limits.CALLS_QUEUED_PER_PROJECT_MAX} calls of this project are waiting",
+                f"{limits.CALLS_QUEUED_PER_PROJECT_MAX} calls of {project} and the projects below it are waiting",
                 hint="try again later",
                 retry_after_s=max(pool.wait_s() for pool in self._pools.values()),
             )

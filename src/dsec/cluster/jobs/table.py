@@ -203,6 +203,13 @@ class Jobs:
                 return await self._registry.delete(Bucket.JOBS, key_of(project, name), revision=revision)
         raise _busy(name)
 
+    async def drop(self, project: str) -> int:
+        """All of a project that is removed, and has no sandboxes; how many."""
+        rows = [seen.row for seen in self.seen() if seen.row.project == project]
+        for row in rows:
+            await self._registry.delete(Bucket.JOBS, key_of(project, row.name))
+        return len(rows)
+
     async def change(self, project: str, name: str, change: Callable[[JobRow], JobRow]) -> JobRow:
         """Of one that is not stopped. Raises NotFoundError, ConflictError."""
 
