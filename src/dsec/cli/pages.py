@@ -44,7 +44,9 @@ PAGES: Final[dict[str, Page]] = {
     ),
     "project show": Page("", (("dsec project show /team", "with its quota and its policy"),), "a ProjectInfo record"),
     "project rm": Page(
-        "Projects below it, and its sandboxes, snapshots and volumes, go first; its jobs go with it.", (("dsec project rm /team/run-7", "it is over"),), "removed"
+        "Projects below it, and its sandboxes, snapshots and volumes, go first; its jobs go with it.",
+        (("dsec project rm /team/run-7", "it is over"),),
+        "removed",
     ),
     "project policy": Page(
         "What is not given stays; `none` takes a rule away. A policy binds the project and all below it. Takes the "

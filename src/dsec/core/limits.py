@@ -231,9 +231,7 @@ ADMISSIONS_WAITING_MAX: Final = 4_096  # creates that wait for a slice of one ca
 STREAM_QUEUE_FRAMES_MAX: Final = 256  # one direction of one stream; small frames cost more than their bytes
 STREAM_QUEUE_BYTES_MAX: Final = 128 * KIB  # one direction of one stream: what a reader that stands still costs
 STREAM_LINGER_S: Final = 1.0  # after the caller has closed: for what it had sent, then the work is cancelled
-PROJECT_STREAMS_MAX: Final = (
-    1_024  # of one API, with all below it; each may hold 0.5 MiB for a reader that stands still
-)
+PROJECT_STREAMS_MAX: Final = 1_024  # of one API, with all below it; each may hold 0.5 MiB for a reader that waits
 NODE_STREAMS_MAX: Final = 16_384  # open between one API and one node
 
 # Shared state of a cluster
