@@ -73,6 +73,7 @@ NO_SANDBOX = {
     Method.MACHINE_PUSH,
     Method.MACHINE_PULL,
     Method.MACHINE_COLLAPSE,
+    Method.MACHINE_EXPORT,
     Method.MACHINE_TRACE,
     Method.MACHINE_COMMIT,  # for administrators, who see all
     Method.VOLUME_CREATE,

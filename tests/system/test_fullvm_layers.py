@@ -23,6 +23,7 @@ from dsec.testing.waiting import eventually
 from tests.system.container_images import make_root
 from tests.system.container_place import Place, private_place, served
 from tests.system.loader_site import guards
+from tests.system.store_servers import BUCKET_KEY, BUCKET_SECRET, bucket_server
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 in_module = pytest.mark.asyncio(loop_scope="module")
@@ -76,6 +77,42 @@ async def test_a_machine_boots_from_a_disk_that_lies_in_a_store(machines: Machin
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of moto's and boto3's own code
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_a_machine_boots_from_a_disk_that_lies_in_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    boto3 = pytest.importorskip("boto3", reason="boto3 is not installed")
+    with bucket_server() as (host, port), private_place(None) as place:
+        for name, value in (
+            ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
+            ("AWS_ACCESS_KEY_ID", BUCKET_KEY),
+            ("AWS_SECRET_ACCESS_KEY", BUCKET_SECRET),
+            ("AWS_DEFAULT_REGION", "us-east-1"),
+        ):
+            monkeypatch.setenv(name, value)
+        boto3.Session().client("s3").create_bucket(Bucket="layers")
+        async with served(place) as (service, client):
+            probe = await service.node.backends[Substrate.FULLVM].probe()
+            if not probe.usable:
+                pytest.skip(f"fullvm: {probe.reason}")
+            disk = place.directory / "echo.img"
+            disk.write_bytes(boot_sector() + bytes(4 << 20))
+            await client.machines.import_disk("echo", disk, format="raw", boot_wait_s=1.5)
+            pushed = await client.machines.push("echo", "s3://layers/prod")
+            await client.machines.remove("echo")
+
+            made = await client.machines.pull("far", "s3://layers/prod", image="echo", digest=pushed.digest)
+            async with await create(client, "far") as sandbox:
+
+                async def prompts() -> bool:
+                    cells = cells_of(await sandbox.screen.screenshot())
+                    return any(cells[0]) and not any(map(any, cells[1:]))
+
+                await eventually(prompts)
+                stats = service.node.environments._remote.stats_of(made.layers[0])  # type: ignore[attr-defined]
+                assert stats.fetches > 0
+
+
+@pytest.mark.slow
 @in_module
 async def test_what_a_machine_has_written_is_in_the_machines_made_of_it_and_a_store_that_is_gone_is_told(
     machines: Machines, tmp_path: Path, rng: Any
@@ -101,6 +138,7 @@ async def test_what_a_machine_has_written_is_in_the_machines_made_of_it_and_a_st
         await first.exec("echo written > /root/note; sync", check=True)
         made = await client.machines.commit("ready", first.id)
         assert (await first.exec("cat /root/note")).stdout == "written\n", "it goes on"
+        kept = await first.snapshot("kept")
     assert len(made.layers) == 3
     assert made.layers[0] == (await client.machines.list())[-1].layers[0]
 
@@ -118,3 +156,10 @@ async def test_what_a_machine_has_written_is_in_the_machines_made_of_it_and_a_st
     assert len(short.layers) == 2
     async with await create(client, "ready", memory="192MiB") as third:
         assert (await third.exec("cat /root/note")).stdout == "written\n"
+
+    for name, export in (("image", client.machines.export), ("snapshot", client.machines.export_snapshot)):
+        file = place.directory / f"{name}.img"
+        found = await export("ready" if name == "image" else "kept", file, format="raw")
+        assert found.disk_bytes == file.stat().st_size
+        assert b"written\n" in file.read_bytes(), name
+    await kept.remove()

@@ -16,6 +16,7 @@ from dsec.core.errors import (
     ConflictError,
     EnvironmentNotFoundError,
     ForbiddenError,
+    InvalidArgumentError,
     NotFoundError,
     UnsupportedError,
 )
@@ -30,9 +31,10 @@ from dsec.wire.codec import unpack
 from dsec.wire.disks import MachineCommit, MachinePull, MachinePush, SandboxCommit
 from dsec.wire.environments import EnvironmentTrace, MachineBuild
 from dsec.wire.frames import FrameType
-from dsec.wire.machines import MachineImport, MachineInfo, MachinePage, MachineRef
+from dsec.wire.machines import DiskExport, DiskFile, MachineImport, MachineInfo, MachinePage, MachineRef
 from dsec.wire.node import Done, Method, Nothing, Right
 from dsec.wire.screens import Picture, PressKey, ScreenInput, ScreenRequest, ScreenSize
+from dsec.wire.snapshots import SnapshotInfo, SnapshotRequest, SnapshotTake
 
 
 class WithImages(FakeBackend):
@@ -85,6 +87,37 @@ async def test_only_who_is_on_the_node_names_its_files(node: NodeClient, tmp_pat
     made = await local(node).call(Method.MACHINE_IMPORT, request, MachineInfo)
     assert (made.name, made.format, made.firmware, made.agent, made.disk_bytes) == ("one", "raw", "bios", "none", 512)
     assert await names(node) == ["one"]
+
+
+async def test_only_who_is_on_the_node_has_its_files_written(node: NodeClient, tmp_path: Path) -> None:
+    (tmp_path / "disk").write_bytes(bytes(512))
+    await local(node).call(
+        Method.MACHINE_IMPORT, MachineImport(name="one", path=str(tmp_path / "disk"), format="raw"), MachineInfo
+    )
+    sandbox = await node.call(Method.CREATE, records.CreateRequest(spec=FAKE_SPEC), records.Sandbox)
+    taken = SnapshotTake(sandbox.id, SnapshotRequest(name="kept"))
+    await node.call(Method.SNAPSHOT_TAKE, taken, SnapshotInfo)
+    image, snapshot = [
+        DiskExport(**what, path=str(tmp_path / "out"), format="raw")
+        for what in ({"image": "one"}, {"snapshot": "kept"})
+    ]
+
+    for request in (image, snapshot):
+        with pytest.raises(ForbiddenError):
+            await node.call(Method.MACHINE_EXPORT, request, DiskFile)
+    with pytest.raises(UnsupportedError, match="no snapshot of a full machine"):
+        await local(node).call(Method.MACHINE_EXPORT, snapshot, DiskFile)
+    with pytest.raises(NotFoundError):
+        await local(node).call(Method.MACHINE_EXPORT, msgspec.structs.replace(snapshot, snapshot="none"), DiskFile)
+    with pytest.raises(EnvironmentNotFoundError):
+        await local(node).call(Method.MACHINE_EXPORT, msgspec.structs.replace(image, image="none"), DiskFile)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrong", [{}, {"image": "a", "snapshot": "b"}, {"image": "a", "path": "out"}])
+def test_what_is_no_export_is_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        DiskExport(**{"path": "/out", "format": "raw", **wrong})
 
 
 async def test_a_disk_that_would_fill_the_node_s_is_refused(node: NodeClient, tmp_path: Path) -> None:

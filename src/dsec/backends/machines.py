@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -45,6 +46,17 @@ class HasImages(Protocol):
     def images(self) -> MachineImages: ...
 
 
+@dataclass(frozen=True, slots=True)
+class MachineDisk:
+    """Lowest first: layers of the node between `below` and `above`. All but the lowest file are qcow2."""
+
+    below: tuple[Path, ...]
+    layers: tuple[str, ...]  # digests
+    above: tuple[Path, ...]
+    format: str  # of the lowest
+    size_bytes: int  # to a machine
+
+
 @runtime_checkable
 class HasDisks(HasImages, Protocol):
     """And whose disks may be made of layers."""
@@ -57,6 +69,11 @@ class HasDisks(HasImages, Protocol):
     def written(self, id: str) -> AbstractAsyncContextManager[tuple[MachineImage, list[Path]]]:
         """The image that an instance began as, and its files above that, lowest first, which are there while the block
         runs. Raises ConflictError (one of them is gone), GoneError."""
+        ...
+
+    def machine_disk(self, id: str) -> AbstractContextManager[MachineDisk]:
+        """What the disk of a machine that was written down is made of; all of it is there, and as it was
+        written, while the block runs. Blocking. Raises StorageError."""
         ...
 
     def image_of(self, environment: Environment) -> MachineImage:

@@ -10,9 +10,10 @@ import typer
 
 from dsec.cli.console import Json, age, client, put_json, run_async, say, settings, table
 from dsec.cli.pages import command
+from dsec.cli.service import become
 
 if TYPE_CHECKING:
-    from dsec.wire.machines import MachineInfo
+    from dsec.wire.machines import DiskFile, MachineInfo
 
 app = typer.Typer(help="Images that full machines begin as.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the image.", show_default=False)]
@@ -28,6 +29,10 @@ def import_(
     boot_wait: Annotated[
         float, typer.Option(metavar="SECONDS", help="It is saved so long after power on, or its agent's answer.")
     ] = 0.0,
+    state_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Of a node on this machine: no service is asked.", show_default=False),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Copy a disk as an image."""
@@ -39,6 +44,9 @@ def import_(
     ):
         if given not in choices:
             raise typer.BadParameter(f"is one of {', '.join(choices)}", param_hint=option)
+    if state_dir is not None:
+        words = ["--format", format, "--firmware", firmware, "--agent", agent, "--bus", bus]
+        become("import", [name, str(file), *words, "--boot-wait", str(boot_wait)], {"--state-dir": state_dir})
 
     async def work() -> None:
         async with client() as c:
@@ -174,6 +182,36 @@ def collapse(name: Name, json: Json = False) -> None:
     run_async(work())
 
 
+def export(
+    name: Name,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="New, on the node.", show_default=False)],
+    format: Annotated[str, typer.Option(metavar="NAME", help="raw or qcow2.")] = "raw",
+    json: Json = False,
+) -> None:
+    """Write the disk of an image into a file."""
+    check_disk_format(format)
+
+    async def work() -> None:
+        async with client() as c:
+            put_disk(await c.machines.export(name, file, format=format))
+
+    run_async(work())
+
+
+def check_disk_format(format: str) -> None:
+    if format not in ("raw", "qcow2"):
+        raise typer.BadParameter("is one of raw, qcow2", param_hint="--format")
+
+
+def put_disk(made: DiskFile) -> None:
+    from dsec.core.units import format_size
+
+    if settings.json:
+        put_json(made)
+    else:
+        print(f"{made.path}: {format_size(made.disk_bytes)}, takes {format_size(made.used_bytes)}")
+
+
 def trace(name: Name, json: Json = False) -> None:
     """Record in the store what has been read of an image's disk, for other nodes to load first."""
 
@@ -221,5 +259,6 @@ command(app, push, of="vm")
 command(app, pull, of="vm")
 command(app, commit, of="vm")
 command(app, collapse, of="vm")
+command(app, export, of="vm")
 command(app, trace, of="vm")
 command(app, rm, of="vm")

@@ -19,12 +19,26 @@ MACHINES: Final[dict[str, Page]] = {
     "vm import": Page(
         "The format is as said, never guessed; a qcow2 that stands on other files is refused. The first sandbox of a "
         "shape boots the disk, and is saved --boot-wait seconds after power on, or after its agent's first answer; all "
-        "others go on from there.",
+        "others go on from there. A node of a cluster has no socket: with --state-dir root puts the image there "
+        "itself, beside a node that runs; machines of it are created with --node.",
         (
             ("dsec vm import android android.img --format raw --bus sata", "a system without an agent"),
             ("dsec vm import debian disk.qcow2 --format qcow2 --agent qga", "one with qemu-guest-agent"),
+            ("dsec vm import desk desk.img --format raw --state-dir /var/lib/dsec", "on a node of a cluster"),
         ),
         "a MachineInfo record",
+    ),
+    "vm export": Page(
+        "A file of the node that is not there yet; what is empty takes no room. Of a machine: `dsec vm commit` first. "
+        "It needs qemu-img.",
+        (("dsec vm export desk /srv/desk.qcow2 --format qcow2", "for another program"),),
+        "a DiskFile record",
+    ),
+    "snapshot export": Page(
+        "Of a full machine, as after a power cut at that moment. A file of the node that is not there yet; what is "
+        "empty takes no room. It needs qemu-img.",
+        (("dsec snapshot export ready /srv/ready.img", "the disk as it was then"),),
+        "a DiskFile record",
     ),
     "vm ls": Page("", (("dsec vm ls", "what machines can begin as"),), "a list of MachineInfo records"),
     "vm push": Page(

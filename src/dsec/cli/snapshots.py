@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dsec.cli.completion import complete_sandbox
 from dsec.cli.console import Json, age, clean, client, find_id, put_json, run_async, say, settings, table, when
+from dsec.cli.machines import check_disk_format, put_disk
 from dsec.cli.pages import command
 
 app = typer.Typer(help="Snapshots: what sandboxes had on their disks, kept by name.", no_args_is_help=True)
@@ -190,8 +192,25 @@ def rollback(sandbox: Sandbox, snapshot: Name, json: Json = False) -> None:
     run_async(work())
 
 
+def export(
+    snapshot: Name,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="New, on the node.", show_default=False)],
+    format: Annotated[str, typer.Option(metavar="NAME", help="raw or qcow2.")] = "raw",
+    json: Json = False,
+) -> None:
+    """Write the disk of a full machine's snapshot into a file."""
+    check_disk_format(format)
+
+    async def work() -> None:
+        async with client() as c:
+            put_disk(await c.machines.export_snapshot(snapshot, file, format=format))
+
+    run_async(work())
+
+
 command(app, create, of="snapshot")
 command(app, list_, "ls", of="snapshot")
 command(app, show, of="snapshot")
 command(app, rm, of="snapshot")
 command(app, publish, of="snapshot")
+command(app, export, of="snapshot")

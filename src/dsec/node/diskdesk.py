@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from dsec.backends.machines import HasDisks, HasImages
+from dsec.backends.machines import HasDisks, HasImages, MachineDisk
 from dsec.core.errors import ConflictError, DsecError, StorageError, UnsupportedError
 from dsec.core.spec import Substrate
 from dsec.node.loading import traces_of
 from dsec.node.machinedesk import info_of
 from dsec.node.node import Node
-from dsec.node.rights import check_store_of, project_seen
+from dsec.node.rights import check_machine_target, check_store_of, project_seen
 from dsec.storage.disks import copy_file
 from dsec.storage.space import require_free
 from dsec.wire.disks import MachinePull, MachinePush, SandboxCommit
 from dsec.wire.environments import EnvironmentTrace
-from dsec.wire.machines import MachineInfo, MachineRef
+from dsec.wire.machines import DiskExport, DiskFile, MachineInfo, MachineRef
 from dsec.wire.node import Caller, Method
+
+T = TypeVar("T")
 
 
 class DiskDesk:
@@ -35,6 +37,7 @@ class DiskDesk:
             Method.MACHINE_PULL: (MachinePull, self._pull),
             Method.MACHINE_COMMIT: (SandboxCommit, self._commit),
             Method.MACHINE_COLLAPSE: (MachineRef, self._collapse),
+            Method.MACHINE_EXPORT: (DiskExport, self._export),
             Method.MACHINE_TRACE: (MachineRef, self._trace),
         }
 
@@ -129,15 +132,58 @@ class DiskDesk:
         await self._node.let_layers_go()
         return made
 
+    # -- files -------------------------------------------------------------------------------------
+
+    async def _export(self, request: DiskExport, caller: Caller, _: str | None) -> DiskFile:
+        check_machine_target(caller)
+        if request.snapshot is None:
+            return await _told(lambda: self._export_image(request))
+        snapshots = self._node.snapshots
+        row = snapshots.find(request.snapshot, project=project_seen(caller), own=caller.project)
+        backend = self._node.backends.get(row.spec.substrate)
+        if not row.machine or not isinstance(backend, HasDisks):
+            raise UnsupportedError(
+                "that is no snapshot of a full machine, and has no disk that would be whole without memory and layers",
+                hint="create a sandbox from it, and take its files: `dsec cp`",
+            )
+        with snapshots.keeping(row.info.id):
+
+            def work() -> DiskFile:
+                with backend.machine_disk(row.machine) as disk:
+                    return self._export_disk(disk, request)
+
+            return await _told(work)
+
+    def _export_image(self, request: DiskExport) -> DiskFile:
+        image = self._backend().images.get(request.image or "")
+        manifest = image.manifest
+        below = (image.disk,) if image.disk.exists() else ()
+        return self._export_disk(MachineDisk(below, manifest.layers, (), manifest.format, manifest.disk_bytes), request)
+
+    def _export_disk(self, disk: MachineDisk, request: DiskExport) -> DiskFile:
+        from dsec.backends.fullvm.exporting import DiskFiles, export
+
+        disks, backend = self._node.environments.disks(), self._backend()
+        if not isinstance(backend, HasDisks):
+            raise UnsupportedError("disks of this node's machines cannot be read")
+        with ExitStack() as held:
+            held.enter_context(disks.layers.lease(list(disk.layers)))
+            files = [*disk.below, *(disks.file(digest) for digest in disk.layers), *disk.above]
+            work = held.enter_context(disks.layers.staging()) / "export"
+            work.mkdir(mode=0o700)
+            found = DiskFiles([str(file) for file in files], disk.format, disk.size_bytes)
+            used = export(found, Path(request.path), format=request.format, work=work, root=backend.jail_root)
+        return DiskFile(path=request.path, format=request.format, disk_bytes=disk.size_bytes, used_bytes=used)
+
     def _check_room(self) -> None:
         config = self._node.config
         require_free(config.state_dir, reserve_bytes=config.disk_free_bytes_min)
 
 
-async def _told(work: Callable[[], MachineInfo]) -> MachineInfo:
+async def _told(work: Callable[[], T]) -> T:
     """In a thread; a disk or a store that fails is told by a typed error."""
 
-    def run() -> MachineInfo:
+    def run() -> T:
         try:
             return work()
         except DsecError:

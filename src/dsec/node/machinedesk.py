@@ -91,13 +91,9 @@ class MachineDesk:
         images = self._images()
         config = self._node.config
 
-        def work() -> MachineInfo:
-            with suppress(OSError):  # what is wrong with it is told by who copies it
-                need = Path(request.path).stat().st_blocks * 512
-                require_free(config.state_dir, need, reserve_bytes=config.disk_free_bytes_min)
-            return _import_now(images, request)
-
-        return await asyncio.to_thread(work)
+        return await asyncio.to_thread(
+            import_now, images, request, config.state_dir, reserve_bytes=config.disk_free_bytes_min
+        )
 
     async def _build(self, request: MachineBuild, caller: Caller, stream: Stream) -> None:
         await streams.send_build(self._building(request), stream)
@@ -157,7 +153,9 @@ def _manifest(request: MachineBuild, made: MachineInfo) -> Manifest:
     )
 
 
-def _import_now(images: MachineImages, request: MachineImport) -> MachineInfo:
+def import_now(images: MachineImages, request: MachineImport, state: Path, *, reserve_bytes: int) -> MachineInfo:
+    """Blocking. A node that runs finds the image when it is asked for it. Raises ConflictError, InvalidArgumentError,
+    CapacityError, StorageError."""
     from dsec.backends.fullvm.images import Manifest, copy_disk
 
     def fill(directory: Path) -> Manifest:
@@ -173,6 +171,8 @@ def _import_now(images: MachineImages, request: MachineImport) -> MachineInfo:
             created_at=time.time(),
         )
 
+    with suppress(OSError):  # what is wrong with it is told by who copies it
+        require_free(state, Path(request.path).stat().st_blocks * 512, reserve_bytes=reserve_bytes)
     try:
         return info_of(images.add(request.name, fill))
     except DsecError:

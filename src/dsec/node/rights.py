@@ -59,6 +59,7 @@ _ADMIN: Final = (
     Method.MACHINE_PULL,
     Method.MACHINE_COMMIT,
     Method.MACHINE_COLLAPSE,
+    Method.MACHINE_EXPORT,
     Method.MACHINE_TRACE,
     Method.DOCTOR,
 )
@@ -100,7 +101,16 @@ def check_machine_source(caller: Caller) -> None:
     if not caller.local:
         raise ForbiddenError(
             "disks of machines are files of the node, and can be imported only over its own socket",
-            hint="run `dsec vm import` on the node, without DSEC_URL and DSEC_TOKEN",
+            hint="run `dsec vm import` on the node, without DSEC_URL and DSEC_TOKEN, or with --state",
+        )
+
+
+def check_machine_target(caller: Caller) -> None:
+    """And writes them. Raises ForbiddenError."""
+    if not caller.local:
+        raise ForbiddenError(
+            "disks of machines become files of the node, and that only over its own socket",
+            hint="run it on the node, without DSEC_URL and DSEC_TOKEN",
         )
 
 

@@ -19,7 +19,7 @@ from dsec.sdk.requests import as_list
 from dsec.sdk.transport import Transport
 from dsec.wire.disks import MachineCommit, MachinePull
 from dsec.wire.environments import BuildEvent, EnvironmentTrace, MachineBuild, PushTarget
-from dsec.wire.machines import MachineImport, MachineInfo, MachinePage
+from dsec.wire.machines import DiskExport, DiskFile, MachineImport, MachineInfo, MachinePage
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -145,6 +145,21 @@ class AsyncMachines:
             long=True,
             repeatable=True,
             timeout_s=_COPY_TIMEOUT_S,
+        )
+
+    async def export(self, name: str, path: str | PathLike[str], *, format: str) -> DiskFile:
+        """Writes the disk of the image `name`, whole, into a new file of the node; what is empty takes no room.
+        `format`: raw or qcow2. It needs qemu-img. Raises ConflictError when there is a file of that name.
+        """
+        return await self._export(DiskExport(image=name, path=str(Path(path).absolute()), format=format))
+
+    async def export_snapshot(self, snapshot: str, path: str | PathLike[str], *, format: str) -> DiskFile:
+        """As `export`, of a snapshot of a full machine, by name or id: the disk as after a power cut at that moment."""
+        return await self._export(DiskExport(snapshot=snapshot, path=str(Path(path).absolute()), format=format))
+
+    async def _export(self, request: DiskExport) -> DiskFile:
+        return await self._transport.call(
+            "POST", "/machines/exports", DiskFile, body=request, long=True, timeout_s=_COPY_TIMEOUT_S
         )
 
     async def trace(self, name: str) -> EnvironmentTrace:

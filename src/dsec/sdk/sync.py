@@ -63,7 +63,7 @@ from dsec.wire.iam import (
 from dsec.wire.images import ExportedImage, ExportTarget
 from dsec.wire.jobs import JobInfo
 from dsec.wire.layers import EnvironmentDiff, LayerInfo
-from dsec.wire.machines import MachineInfo
+from dsec.wire.machines import DiskFile, MachineInfo
 from dsec.wire.plans import Explanation
 from dsec.wire.records import (
     DoctorReport,
@@ -699,6 +699,16 @@ class Machines(Blocking[AsyncMachines]):
     def collapse(self, name: str) -> MachineInfo:
         """Makes the layers of an image's disk above the lowest one; machines see the same. It needs qemu-img."""
         return portal().run(self._async.collapse(name))
+
+    def export(self, name: str, path: str | PathLike[str], *, format: str) -> DiskFile:
+        """Writes the disk of the image `name`, whole, into a new file of the node; what is empty takes no room.
+        `format`: raw or qcow2. It needs qemu-img. Raises ConflictError when there is a file of that name.
+        """
+        return portal().run(self._async.export(name, path, format=format))
+
+    def export_snapshot(self, snapshot: str, path: str | PathLike[str], *, format: str) -> DiskFile:
+        """As `export`, of a snapshot of a full machine, by name or id: the disk as after a power cut at that moment."""
+        return portal().run(self._async.export_snapshot(snapshot, path, format=format))
 
     def trace(self, name: str) -> EnvironmentTrace:
         """Records in the store what has been read of an image's disk so far, so that other nodes load that first.

@@ -131,6 +131,12 @@ def _cluster(options: argparse.Namespace) -> int:
     return run_operation(options, _flags(options))
 
 
+def _import(options: argparse.Namespace) -> int:
+    from dsec.serve.importing import run_import
+
+    return run_import(options, _flags(options))
+
+
 def _say(options: argparse.Namespace, text: str) -> None:
     if not options.json and not options.quiet:
         sys.stderr.write(f"dsec: {text}\n")
@@ -160,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--log-level", dest="log.level", metavar="LEVEL")
     up.add_argument("--detach", action="store_true", help="return when it answers, and leave it running")
     _cluster_parsers(commands)
+    _import_parser(commands)
     down.add_argument("--destroy", action="store_true", help="destroy all sandboxes first; otherwise they run on")
     down.add_argument("--launcher", action="store_true", help="end dsec-launch although sandboxes run on")
     down.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS")
@@ -198,6 +205,18 @@ def _cluster_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParse
     cluster.add_argument("--note", default="")
 
 
+def _import_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("import", help="copy a disk as an image of a node", allow_abbrev=False)
+    _common(parser)
+    parser.add_argument("name")
+    parser.add_argument("path")
+    parser.add_argument("--format", choices=("raw", "qcow2"), required=True)
+    parser.add_argument("--firmware", choices=("bios", "uefi"), default="bios")
+    parser.add_argument("--agent", choices=("dsec", "qga", "none"), default="none")
+    parser.add_argument("--bus", choices=("virtio", "sata"), default="virtio")
+    parser.add_argument("--boot-wait", type=float, default=0.0, metavar="SECONDS")
+
+
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="answers, and errors, in JSON")
     parser.add_argument("--quiet", action="store_true", help="errors only")
@@ -218,6 +237,7 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace], int]]] = {
     "node": _clustered,
     "watcher": _clustered,
     "cluster": _cluster,
+    "import": _import,
 }
 
 

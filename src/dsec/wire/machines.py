@@ -8,6 +8,7 @@ from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.ids import parse_name
 from dsec.core.machines import Agent, Bus, Firmware
+from dsec.core.spec import check_path
 
 
 class MachineImport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,6 +32,32 @@ class MachineImport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
         if not 0.0 <= self.boot_wait_s <= limits.MACHINE_BOOT_WAIT_S_MAX:
             raise LimitError(f"boot_wait_s must be between 0 and {limits.MACHINE_BOOT_WAIT_S_MAX:g}")
+
+
+class DiskExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The disk of an image, or of a snapshot of a machine, as a file of the node that is not there yet."""
+
+    image: str | None = None
+    snapshot: str | None = None  # by name or id
+    path: str
+    format: str  # raw | qcow2
+
+    def __post_init__(self) -> None:
+        if (self.image is None) == (self.snapshot is None):
+            raise InvalidArgumentError("a disk is exported of an image or of a snapshot")
+        parse_name(self.image or self.snapshot or "", "name of what is exported")
+        check_path(self.path)
+        if not self.path.startswith("/") or self.path.rpartition("/")[2] in ("", ".", ".."):
+            raise InvalidArgumentError("the path of a disk must be absolute, and name a file")
+
+
+class DiskFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A disk that has become a file of the node."""
+
+    path: str
+    format: str
+    disk_bytes: int  # to a machine
+    used_bytes: int  # on the node's disk
 
 
 class MachineRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

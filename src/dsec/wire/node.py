@@ -97,6 +97,7 @@ class Method(enum.StrEnum):
     MACHINE_PUSH = "machine_push"  # disks.MachinePush → machines.MachineInfo
     MACHINE_PULL = "machine_pull"  # disks.MachinePull → machines.MachineInfo
     MACHINE_COMMIT = "machine_commit"  # disks.SandboxCommit → machines.MachineInfo
+    MACHINE_EXPORT = "machine_export"  # machines.DiskExport → machines.DiskFile
     MACHINE_COLLAPSE = "machine_collapse"  # machines.MachineRef → machines.MachineInfo
     MACHINE_TRACE = "machine_trace"  # machines.MachineRef → environments.EnvironmentTrace
     MACHINE_REMOVE = "machine_remove"  # machines.MachineRef → Done

@@ -15,7 +15,7 @@ from dsec.wire.api import TYPE_NDJSON
 from dsec.wire.codec import unpack
 from dsec.wire.disks import MachineCommit, MachinePull, MachinePush, SandboxCommit
 from dsec.wire.environments import BuildEvent, EnvironmentTrace, MachineBuild, PushTarget
-from dsec.wire.machines import MachineImport, MachineInfo, MachinePage, MachineRef
+from dsec.wire.machines import DiskExport, DiskFile, MachineImport, MachineInfo, MachinePage, MachineRef
 from dsec.wire.node import Done, Method, Nothing, Right
 from dsec.wire.records import SandboxRef
 from dsec.wire.screens import Picture, ScreenInput, ScreenRequest, ScreenSize
@@ -82,6 +82,12 @@ async def collapse_machine(request: Request) -> Answer:
     return await request.forward(
         Method.MACHINE_COLLAPSE, MachineRef(_name(request)), MachineInfo, timeout_s=_COPY_TIMEOUT_S
     )
+
+
+async def export_disk(request: Request) -> Answer:
+    body = await request.record(DiskExport)
+    answer = await request.forward(Method.MACHINE_EXPORT, body, DiskFile, timeout_s=_COPY_TIMEOUT_S)
+    return replace(answer, status=201)
 
 
 async def trace_machine(request: Request) -> Answer:
@@ -164,6 +170,18 @@ ROUTES = (
         Right.ADMIN,
         body=MachinePull,
         answer=MachineInfo,
+        status=201,
+        statuses=(404, 409, 429, 501),
+        mutates=True,
+    ),
+    Route(
+        "POST",
+        "/v1/machines/exports",
+        export_disk,
+        "The disk of an image, or of a snapshot of a machine, as a new file of the node.",
+        Right.ADMIN,
+        body=DiskExport,
+        answer=DiskFile,
         status=201,
         statuses=(404, 409, 429, 501),
         mutates=True,

@@ -28,12 +28,13 @@ from dsec.storage.disks import DiskLayers, copy_file
 from dsec.storage.space import require_free
 from dsec.storage.store.format import DiskMeta
 from dsec.wire.codec import pack
+from dsec.wire.jail import JailBind
 
 PROGRAM: Final = "qemu-img"
 _MERGE_S: Final = 3_600
-_NOBODY: Final = 65_534
+NOBODY: Final = 65_534
 _TABLES_BYTES: Final = 64 * MIB
-_WORK: Final = "/vm"  # of a jail: the directory that its program may write
+WORK: Final = "/vm"  # of a jail: the directory that its program may write
 _BESIDE: Final = ("disk", "kernel", "initrd")
 _QCOW2: Final = "qcow2"
 
@@ -98,24 +99,24 @@ def merge(files: Sequence[Path], disks: DiskLayers, held: ExitStack, *, root: Pa
     for number, file in enumerate(files):
         copy_file(file, work / str(number))
         _size(work / str(number))  # none has its data in files of the host
-        os.chown(work / str(number), _NOBODY, _NOBODY)
-    os.chown(work, _NOBODY, _NOBODY)
+        os.chown(work / str(number), NOBODY, NOBODY)
+    os.chown(work, NOBODY, NOBODY)
     # No more than all of them together: clusters of a file that lies can be the same ones over and over.
     most = total + total // 64 + _TABLES_BYTES
-    _img(work, root, most, "rebase", "-u", "-f", _QCOW2, "-b", "", f"{_WORK}/0")
+    img(work, root, most, "rebase", "-u", "-f", _QCOW2, "-b", "", f"{WORK}/0")
     for number in range(1, len(files)):
-        _img(work, root, most, "rebase", "-u", "-f", _QCOW2, "-F", _QCOW2, "-b", str(number - 1), f"{_WORK}/{number}")
+        img(work, root, most, "rebase", "-u", "-f", _QCOW2, "-F", _QCOW2, "-b", str(number - 1), f"{WORK}/{number}")
     fault_point("fullvm.merge")
     if len(files) > 1:
-        _img(work, root, most, "commit", "-d", "-f", _QCOW2, "-b", "0", f"{_WORK}/{len(files) - 1}")
+        img(work, root, most, "commit", "-d", "-f", _QCOW2, "-b", "0", f"{WORK}/{len(files) - 1}")
     return work / "0"
 
 
-def _img(work: Path, root: Path, bytes_max: int, command: str, *words: str) -> None:
-    """Raises StorageError."""
+def img(work: Path, root: Path, bytes_max: int, command: str, *words: str, binds: Sequence[JailBind] = ()) -> None:
+    """As nobody, in a jail with what is in `work`, and `binds` to read. Raises StorageError."""
     program = shutil.which(PROGRAM)
     assert program is not None
-    confines = Confines(uid=_NOBODY, cgroups=(), root=root, sockets=work)
+    confines = Confines(uid=NOBODY, cgroups=(), root=root, sockets=work, binds=tuple(binds))
     plan = jail_plan(confines, [program, command, *words])
     plan = msgspec.structs.replace(plan, limits={**plan.limits, "fsize": bytes_max})
     try:
@@ -124,7 +125,7 @@ def _img(work: Path, root: Path, bytes_max: int, command: str, *words: str) -> N
         raise StorageError(f"{PROGRAM} {command}: {error}") from error
     if done.returncode != 0:
         said = done.stderr.decode("utf-8", "replace").strip()[-300:]
-        raise StorageError(f"layers of a disk could not be made one ({PROGRAM} {command}): {said}")
+        raise StorageError(f"a disk could not be read or written ({PROGRAM} {command}): {said}")
 
 
 def _lowest(image: MachineImage) -> list[str]:
