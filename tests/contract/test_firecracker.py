@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,7 @@ from dsec.testing.hosts import Intents, instance_spec
 from dsec.testing.launchers import remove_cgroups
 from dsec.testing.leaks import Watched, take_snapshot, wait_for_no_leaks
 from dsec.testing.waiting import eventually
+from dsec.wire.jail import JailBind
 from tests.contract.firecracker_site import SHAPE, UID, Site, pids_of, programs_of, readable, served_as
 from tests.firecracker import GuestMemory, Programs, programs, tiny_kernel
 
@@ -100,6 +101,24 @@ async def test_the_machine_is_what_was_asked_for(driver: FirecrackerDriver, site
     assert config["vsock"]["uds_path"] == "/vm/vsock"
     assert config["balloon"]["amount_mib"] == 0
     assert "rdinit=/init" in config["boot-source"]["boot_args"]
+
+
+async def test_layers_as_memory_are_refused_by_a_version_that_has_none(
+    driver: FirecrackerDriver, site: Site, tmp_path: Path
+) -> None:
+    assert not driver.firecracker.has_pmem
+    layer = tmp_path / "layer"
+    layer.write_bytes(bytes(2 << 20))
+    confines = site.confines("pmem")
+    shape = with_layers(SHAPE, (("a" * 64, False),))
+
+    with pytest.raises(LaunchError, match="refused PUT /pmem/l0"):
+        async with replace(driver, persistent=True).booting(
+            site.template.directory, shape, confines, [JailBind(str(layer), "/layers/0.meta")]
+        ):
+            pass
+
+    await eventually(lambda: programs_of(UID) == [])
 
 
 def test_a_machine_has_no_more_drives_than_interrupts() -> None:

@@ -12,12 +12,14 @@ import pytest
 import pytest_asyncio
 
 from dsec.backends.fullvm.backend import FullvmBackend
+from dsec.binaries import find_binary
 from dsec.core import errors
 from dsec.core.errors import HostError
 from dsec.core.spec import Substrate
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
 from dsec.serve.service import LocalService
+from dsec.storage.loader import why_no_block_devices
 from dsec.testing.machines import add_machine, boot_sector, cells_of
 from dsec.testing.waiting import eventually
 from tests.system.container_images import make_root
@@ -31,9 +33,13 @@ in_module = pytest.mark.asyncio(loop_scope="module")
 Machines = tuple[Place, LocalService, AsyncClient]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["fuse", "fanotify"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["fuse", "fanotify", "ublk"])
 async def machines(request: pytest.FixtureRequest) -> AsyncIterator[Machines]:
-    with private_place(None, settings={"storage": {"loader_front": request.param}}) as place:
+    ublk = request.param == "ublk"
+    if ublk and (why := why_no_block_devices(find_binary("dsec-loader"))):
+        pytest.skip(why)
+    storage = {"loader_front": "auto" if ublk else request.param, "block_devices": ublk}
+    with private_place(None, settings={"storage": storage}) as place:
         if request.param == "fanotify" and not guards(place.state):
             pytest.skip("this kernel, or this file system, has no fanotify before reads")
         async with served(place) as (service, client):
@@ -64,10 +70,14 @@ async def test_a_machine_boots_from_a_disk_that_lies_in_a_store(machines: Machin
             cells = cells_of(await sandbox.screen.screenshot())
             return any(cells[0]) and not any(map(any, cells[1:]))
 
-        await eventually(prompts)  # and says nothing else, as the firmware would
+        await eventually(
+            prompts, deadline_s=300
+        )  # and says nothing else, as the firmware would; in a guest it takes long
         assert service.node.find(sandbox.id, project=None).row.layers == made.layers
         stats = service.node.environments._remote.stats_of(made.layers[0])  # type: ignore[attr-defined]
         assert stats.fetches > 0
+        devices = [*Path(service.config.run_dir, "loader.blocks").glob("*")]
+        assert len(devices) == (1 if service.config.storage.block_devices else 0)
         with pytest.raises(errors.ConflictError):
             await client.layers.remove(made.layers[0])
         traced = await client.machines.trace("far")

@@ -31,5 +31,8 @@ async def test_what_is_read_of_layers_is_in_no_guest_s_memory(small_store: Path)
                         cached[device] = int((await sb.exec(_CACHED, check=True)).stdout.split()[1])
                         await sb.exec("echo written > /root/x && rm /bin/yes", check=True)
                         assert (await sb.exec("cat /root/x; ls /bin/yes")).stdout == "written\n"
+                        await sb.pause(deep=True)
+                        await sb.resume()
+                        assert (await sb.exec("cat /root/x; ls /bin/yes")).stdout == "written\n"
 
     assert cached["pmem"] * 2 < cached["blk"], cached

@@ -1,19 +1,25 @@
-"""Layers that microvms see as memory: what QEMU is told, and the files that it maps."""
+"""Layers that microvms see as memory: what monitors are told, and the files that it maps."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from dsec.backends.base import Layer
+from dsec.backends.microvm import monitors
 from dsec.backends.microvm.config import MicrovmConfig
-from dsec.backends.vm import machine
+from dsec.backends.vm import firecracker_driver, machine
 from dsec.backends.vm.disks import digest_of, layer_binds
+from dsec.backends.vm.firecracker import Firecracker
+from dsec.backends.vm.firecracker_driver import FirecrackerDriver, drives_of
+from dsec.backends.vm.kernel import GuestKernel
 from dsec.backends.vm.machine import Drive, Persistent, Shape
-from dsec.core.errors import InvalidArgumentError
+from dsec.core.errors import InvalidArgumentError, UnsupportedError
 from dsec.core.limits import GIB, MIB
 
 SHAPE = Shape(processors=1, memory_bytes=256 * MIB, disk_bytes=GIB, pids=100, layers=(("a" * 64, True),))
@@ -70,10 +76,78 @@ def test_layers_are_copied_once_to_sizes_that_can_be_mapped(tmp_path: Path, rng:
     assert [bind.source for bind in layer_binds((layer,), images)] == [str(meta), str(blob)]
 
 
-def test_what_firecracker_does_not_do_is_not_asked_of_it(tmp_path: Path) -> None:
-    config = MicrovmConfig(run_dir=Path("/run/x"), state_dir=tmp_path, layer_device="pmem")
+def test_a_device_of_another_kind_is_refused(tmp_path: Path) -> None:
+    config = MicrovmConfig(run_dir=Path("/run/x"), state_dir=tmp_path, layer_device="pmem", monitor="firecracker")
 
-    with pytest.raises(InvalidArgumentError, match="needs QEMU"):
-        replace(config, monitor="firecracker")
     with pytest.raises(InvalidArgumentError, match="layer_device must be one of"):
         replace(config, layer_device="disk")
+
+
+@pytest.mark.parametrize(
+    ("version", "layer_device", "why"),
+    [((1, 12), "blk", None), ((1, 13), "pmem", "no pmem, which 1.14 has"), ((1, 14), "pmem", None)],
+)
+async def test_layers_are_memory_under_a_firecracker_that_can_and_under_qemu_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], layer_device: str, why: str | None
+) -> None:
+    async def works(*_: object, **__: object) -> None:
+        return None
+
+    firecracker = Firecracker(Path("/firecracker"), version, f"Firecracker v{version[0]}.{version[1]}.0")
+    monkeypatch.setattr(monitors, "find_firecracker", lambda program: firecracker)
+    monkeypatch.setattr(monitors, "why_no_firecracker", works)
+    config = MicrovmConfig(run_dir=Path("/run/x"), state_dir=tmp_path, layer_device=layer_device)
+    kernel = GuestKernel("k", Path("/vmlinux"), ())
+
+    found = await monitors._why_not_firecracker(config, kernel)
+
+    assert found is None if why is None else why in (found or "")
+    if why is not None:
+        with pytest.raises(UnsupportedError, match=why):
+            await monitors._why_not_firecracker(replace(config, monitor="firecracker"), kernel)
+
+
+class Told:
+    """A Firecracker that takes everything."""
+
+    def __init__(self) -> None:
+        self.puts: list[tuple[str, dict[str, Any]]] = []
+
+    async def put(self, path: str, body: dict[str, Any], *, timeout_s: float = 0.0) -> None:
+        self.puts.append((path, body))
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+async def test_firecracker_is_told_of_layers_as_memory_for_reading_only_and_its_guest_of_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool
+) -> None:
+    plans: list[str] = []
+
+    def keep(image: Path, plan: str, target: Path) -> None:
+        plans.append(plan)
+        target.touch()
+
+    monkeypatch.setattr(firecracker_driver, "with_plan", keep)
+    monkeypatch.setattr(firecracker_driver, "make_disk", lambda path, size: path.touch())
+    firecracker = Firecracker(Path("/firecracker"), (1, 14), "Firecracker v1.14.0")
+    driver = FirecrackerDriver(firecracker, Path("/vmlinux"), Path("/initramfs"), persistent=persistent)
+    told = Told()
+
+    driver._lay_out(tmp_path, SHAPE, os.geteuid())
+    await driver._boot(told, SHAPE, drives_of(SHAPE))  # type: ignore[arg-type]
+
+    files = {path: body for path, body in told.puts if path.startswith(("/pmem/", "/drives/"))}
+    disk = files.pop("/drives/disk")
+    assert disk["is_read_only"] is False
+    if persistent:
+        assert files == {
+            f"/pmem/{name}": {"id": name, "path_on_host": path, "root_device": False, "read_only": True}
+            for name, path in (("l0", "/layers/0.meta"), ("l0b", "/layers/0.blob"))
+        }
+        assert "layer /dev/pmem0 /dev/pmem1" in plans[0]
+        assert "disk /dev/vda" in plans[0]
+    else:
+        assert [body["is_read_only"] for body in files.values()] == [True, True]
+        assert "layer /dev/vda /dev/vdb" in plans[0]
+        assert "disk /dev/vdc" in plans[0]
+    assert driver.identity != replace(driver, persistent=not persistent).identity

@@ -371,10 +371,10 @@ impl Blocks {
         self.reap(driver, &mut held);
     }
 
-    /// Some that have ended are still there.
+    /// Some that have ended are still there. Does not wait for somebody who makes or takes one.
     pub fn has_ended(&self) -> bool {
-        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        held.values().any(|block| block.ends)
+        let held = self.held.try_lock();
+        held.is_ok_and(|held| held.values().any(|block| block.ends))
     }
 
     pub fn reap_all<D: Driver>(&self, driver: &mut D) {

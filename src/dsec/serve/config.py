@@ -220,7 +220,9 @@ class MicrovmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     kernel: str = "linux-image-6.12-cloud-amd64"  # Debian package that the guests' kernel comes from
     disk_bytes: int | str = 10 * limits.GIB  # of a sandbox that asks for no other; only what is written takes room
     templates_max: int = 16  # kept; those that were not used for longest go
-    layer_device: str = "blk"  # or "pmem": guests share the pages of layers, which tenants can measure; QEMU only
+    layer_device: str = (
+        "blk"  # or "pmem": guests share pages of layers, as tenants can measure; not Firecracker before 1.14
+    )
     page_out: bool = True  # memory of paused ones goes to swap, where the host has any
     boot_s: float = 120.0  # for a template to come up
 

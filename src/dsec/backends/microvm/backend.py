@@ -111,14 +111,16 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
     async def _make(
         self, instance: InstanceSpec, wanted: _Wanted, record: MicrovmRecord, cgroups: CgroupPlan
     ) -> MicrovmInstance:
-        layers = await asyncio.to_thread(
-            layer_binds, instance.layers, self._config.images_dir, persistent=self._config.layer_device == "pmem"
-        )
+        layers = await self._binds(instance.layers)
         if wanted.saved is not None:
             return await self._clone(instance, wanted, record, cgroups, wanted.saved.template, layers)
         async with self._templates.held(lambda: self._template(wanted, layers)) as template:
             record = msgspec.structs.replace(record, template=template.key)
             return await self._clone(instance, wanted, record, cgroups, template, layers)
+
+    async def _binds(self, layers: tuple[Layer, ...]) -> list[JailBind]:
+        persistent = self._config.layer_device == "pmem"
+        return await asyncio.to_thread(layer_binds, layers, self._config.images_dir, persistent=persistent)
 
     async def _clone(
         self,
@@ -235,7 +237,7 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
     async def _stand(self, record: MicrovmRecord, saved: SavedMachine, layers: tuple[Layer, ...]) -> MonitorProcess:
         assert self._facts is not None
         driver = self._facts.driver
-        binds = await asyncio.to_thread(layer_binds, layers, self._config.images_dir)
+        binds = await self._binds(layers)
         confines = self._confines(record, driver)
         process = driver.spawn(saved.template, Path(record.directory), self._size(record), confines, binds)
         found = driver.control(confines.sockets, owner=record.uid)

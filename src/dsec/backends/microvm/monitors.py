@@ -47,7 +47,13 @@ async def choose_monitor(config: MicrovmConfig) -> Chosen:
     weak: dict[str, Weakness]
     if await _why_not_firecracker(config, kernel) is None:
         firecracker = find_firecracker(config.firecracker)
-        driver = FirecrackerDriver(firecracker, kernel.vmlinux, initramfs, served=config.memory == "served")
+        driver = FirecrackerDriver(
+            firecracker,
+            kernel.vmlinux,
+            initramfs,
+            served=config.memory == "served",
+            persistent=config.layer_device == "pmem",
+        )
         processor, weak = "kvm", {}
     else:
         qemu = find_qemu(config.qemu)
@@ -74,11 +80,7 @@ def control_of(monitor: str, sockets: Path, *, owner: int) -> Machine:
 
 async def _why_not_firecracker(config: MicrovmConfig, kernel: GuestKernel) -> str | None:
     """Raises UnsupportedError or HostError when it is asked for by name."""
-    if (
-        config.monitor == "qemu"
-        or config.layer_device == "pmem"
-        or (config.monitor == "auto" and config.accelerator == "tcg")
-    ):
+    if config.monitor == "qemu" or (config.monitor == "auto" and config.accelerator == "tcg"):
         return "as configured"
     try:
         firecracker = find_firecracker(config.firecracker)
@@ -86,7 +88,10 @@ async def _why_not_firecracker(config: MicrovmConfig, kernel: GuestKernel) -> st
         if config.monitor == "firecracker":
             raise
         return error.message
-    reason = await why_no_firecracker(firecracker, kernel, cache=config.cache_dir)
+    if config.layer_device == "pmem" and not firecracker.has_pmem:
+        reason: str | None = f"{firecracker.text} has no pmem, which 1.14 has"
+    else:
+        reason = await why_no_firecracker(firecracker, kernel, cache=config.cache_dir)
     if reason is not None and config.monitor == "firecracker":
         raise UnsupportedError(f"Firecracker does not work here: {reason}", hint='set monitor = "qemu" to emulate')
     return reason

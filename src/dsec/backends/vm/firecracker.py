@@ -28,6 +28,11 @@ class Firecracker:
         """The guest tells of pages that it has freed, and the host has them back."""
         return self.version >= (1, 14)
 
+    @property
+    def has_pmem(self) -> bool:
+        """Files can be memory to the guest."""
+        return self.version >= (1, 14)
+
 
 def find_firecracker(program: str = PROGRAM) -> Firecracker:
     """Raises HostError."""

@@ -13,6 +13,7 @@ has that ours did not, a node of its own for each device, ours has now (tests/co
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import string
 from collections.abc import AsyncIterator, Sequence
@@ -65,6 +66,7 @@ class FirecrackerDriver:
     vmlinux: Path
     initramfs: Path
     served: bool = False  # memory of clones by `dsec-pages`, not by mapping the file
+    persistent: bool = False  # layers are memory to the guest, not disks; from 1.14
     name: ClassVar[str] = "firecracker"
     memory_mode: ClassVar[int] = 0o444
 
@@ -74,7 +76,8 @@ class FirecrackerDriver:
 
     @property
     def identity(self) -> dict[str, str]:
-        return {"monitor": self.firecracker.text, "accelerator": "kvm", "generation": GENERATION}
+        layers = {"layer_device": "pmem"} if self.persistent else {}
+        return {"monitor": self.firecracker.text, "accelerator": "kvm", "generation": GENERATION, **layers}
 
     @property
     def shown(self) -> dict[str, str]:
@@ -132,9 +135,10 @@ class FirecrackerDriver:
 
     def _lay_out(self, directory: Path, shape: Shape, uid: int) -> None:
         # Firecracker gives disks no serial number of ours: the guest has them in the order in which they were attached.
-        names = (f"/dev/vd{letter}" for letter in string.ascii_lowercase)
+        disks = (f"/dev/vd{letter}" for letter in string.ascii_lowercase)
+        names = (f"/dev/pmem{number}" for number in itertools.count()) if self.persistent else disks
         layers = [(next(names), next(names) if apart else None) for _, apart in shape.layers]
-        plan = plan_text(layers=layers, disk=next(names), pids=shape.pids, vsock=AGENT_PORT)
+        plan = plan_text(layers=layers, disk=next(disks), pids=shape.pids, vsock=AGENT_PORT)
         with_plan(self.initramfs, plan, directory / "initramfs")
         make_disk(directory / DISK, shape.disk_bytes)
         for name in (RAM, STATE, CONSOLE):
@@ -149,6 +153,10 @@ class FirecrackerDriver:
         paths = {"kernel_image_path": "/boot/vmlinux", "initrd_path": f"{machine.TEMPLATE}/initramfs"}
         await api.put("/boot-source", {**paths, "boot_args": _KERNEL})
         for name, path, writable in drives:
+            if self.persistent and not writable:
+                file = {"id": name, "path_on_host": path, "root_device": False, "read_only": True}
+                await api.put(f"/pmem/{name}", file)
+                continue
             drive = {"drive_id": name, "path_on_host": path, "is_root_device": False, "is_read_only": not writable}
             await api.put(f"/drives/{name}", drive)
         await api.put("/vsock", {"guest_cid": _GUEST_CID, "uds_path": f"{machine.SOCKETS}/{VSOCK}"})
