@@ -30,6 +30,7 @@ from dsec.image.registry.accounts import Accounts
 from dsec.image.registry.blobs import BlobCache
 from dsec.image.registry.client import Registry
 from dsec.image.registry.pull import Found, fetch_layout, resolve
+from dsec.testing.ports import free_ports
 
 LAYER = gzip.compress(bytes(range(256)) * 4_000, mtime=0)
 LARGE = b"".join(number.to_bytes(4, "big") for number in range(300_000))
@@ -47,19 +48,13 @@ def need(program: str) -> str:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def registry(root: Path, *, accounts: bool = False) -> Iterator[str]:
     """A running docker-registry; HOST:PORT."""
     program = need(PROGRAM)
     root.mkdir(parents=True, exist_ok=True)
     for _ in range(3):
-        port = free_port()
+        (port,) = free_ports(1)
         (root / "config.yml").write_text(_config(root, port, accounts))
         with (root / "log").open("ab") as log:
             process = subprocess.Popen(

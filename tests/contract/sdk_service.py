@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dsec.testing.ports import free_ports
+
 
 @dataclass(frozen=True)
 class RunningService:
@@ -28,7 +30,7 @@ class RunningService:
 
 @contextlib.contextmanager
 def running_service(directory: Path) -> Iterator[RunningService]:
-    run, state, port = directory / "r", directory / "s", _free_port()
+    run, state, (port,) = directory / "r", directory / "s", free_ports(1)
     arguments = ["--run-dir", str(run), "--state-dir", str(state), "--substrate", "fake"]
     log = open(directory / "log", "wb")  # noqa: SIM115  closed below
     process = subprocess.Popen(
@@ -46,12 +48,6 @@ def running_service(directory: Path) -> Iterator[RunningService]:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
         log.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _wait_for(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:

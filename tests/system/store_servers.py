@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import pytest
 
+from dsec.testing.ports import free_ports
 from tests.system.loader_site import until
 
 BUCKET_KEY: Final = "key"
@@ -166,8 +167,7 @@ def nginx_server(store: Path, root: Path) -> Iterator[tuple[str, int]]:
     program = shutil.which("nginx", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin")
     if program is None:
         pytest.skip("nginx is not there; tools/setup --dev unpacks it")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     root.mkdir(exist_ok=True)
     (root / "nginx.conf").write_text(_NGINX.format(root=root, port=port, store=store))
     words = [program, "-c", root / "nginx.conf", "-p", root, "-e", root / "error.log", "-g", "user root;"]
@@ -177,7 +177,7 @@ def nginx_server(store: Path, root: Path) -> Iterator[tuple[str, int]]:
         yield "127.0.0.1", port
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(60)
 
 
 def _listens(port: int) -> bool:
@@ -194,8 +194,7 @@ def signed_bucket_server(root: Path) -> Iterator[tuple[str, int]]:
     program = shutil.which("versitygw", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if program is None:
         pytest.skip("versitygw is not there; tools/setup --dev builds it where there is a Go")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     for name in ("buckets", "attributes"):
         (root / name).mkdir(parents=True)
     words = [program, "--quiet", "--port", f"127.0.0.1:{port}"]
@@ -208,7 +207,7 @@ def signed_bucket_server(root: Path) -> Iterator[tuple[str, int]]:
         yield "127.0.0.1", port
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(60)
 
 
 @contextmanager

@@ -27,7 +27,8 @@ from dsec.image.registry.accounts import Accounts
 from dsec.image.registry.client import Registry
 from dsec.image.registry.pull import fetch_layout, resolve
 from dsec.image.registry.web import BrokenError, Patience
-from tests.registries import LARGE, LAYER, Client, Fault, Front, free_port
+from dsec.testing.ports import free_ports
+from tests.registries import LARGE, LAYER, Client, Fault, Front
 
 # ---- what an image is ----------------------------------------------------------------------------
 
@@ -313,7 +314,7 @@ def test_a_registry_that_never_answers_well_is_given_up(front: Front, client: Cl
 
 def test_a_registry_that_is_not_there_is_given_up(front: Front, tmp_path: Path) -> None:
     waited: list[float] = []
-    name = parse_image_name(f"127.0.0.1:{free_port()}/x")
+    name = parse_image_name(f"127.0.0.1:{free_ports(1)[0]}/x")
 
     with pytest.raises(UnavailableError, match="cannot be reached"):
         resolve(Registry(name, Accounts({"DOCKER_CONFIG": str(tmp_path)}), sleep=waited.append))

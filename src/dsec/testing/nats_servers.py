@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from dsec.cluster.engine.setup import prepare
 from dsec.core.errors import DsecError
 from dsec.core.ids import NodeId
 from dsec.serve.authority import AuthorityDirectory
+from dsec.testing.ports import free_ports
 
 UNIT: Final = "test"
 _START_S: Final = 60.0
@@ -149,7 +149,8 @@ class NatsServers:
     def prepare_files(self) -> None:
         self.keys = AuthorityDirectory.create(self.directory / "authority", UNIT)
         self.keys.issue_nats(self.directory / "nats", ["localhost", "127.0.0.1"])
-        self.ports, self._routes = _free_ports(self.count), _free_ports(self.count)
+        found = free_ports(2 * self.count)
+        self.ports, self._routes = found[: self.count], found[self.count :]
         for number in range(self.count):
             (self.directory / f"server-{number}.conf").write_text(self._configuration(number))
 
@@ -178,14 +179,3 @@ async def nats_servers(directory: Path, *, count: int = 1) -> AsyncIterator[Nats
         yield servers
     finally:
         await servers.close()
-
-
-def _free_ports(count: int) -> list[int]:
-    """Free now. They may be taken before they are used; then the server says so in its log."""
-    found: list[int] = []
-    with contextlib.ExitStack() as held:
-        while len(found) < count:
-            listener = held.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            found.append(listener.getsockname()[1])
-    return found
