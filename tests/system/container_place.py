@@ -25,7 +25,7 @@ from dsec.sdk.client import AsyncClient
 from dsec.serve.config import ServeConfig
 from dsec.serve.service import LocalService
 from dsec.testing.launchers import end_launcher, remove_cgroups
-from dsec.testing.leaks import Watched, leaks_between, take_snapshot
+from dsec.testing.leaks import Watched, no_leaks_async
 from dsec.testing.processes import all_processes, command_line
 from dsec.testing.waiting import eventually
 from dsec.wire.codec import from_toml
@@ -116,30 +116,10 @@ class Place:
     async def no_leaks(self, *, descriptors: bool = False) -> AsyncIterator[None]:
         """Raises AssertionError when the block has left something of this place.
 
-        What other nodes of a shared machine do meanwhile does not count. `descriptors`: of this process too; not for
-        clients, which keep connections.
+        `descriptors`: of this process too; not for clients, which keep connections.
         """
-        watched = dataclasses.replace(self.watched(), descriptors=descriptors)
-        before = take_snapshot(watched)
-        yield
-
-        def left() -> list[str]:
-            return [leak for leak in leaks_between(before, take_snapshot(watched)) if not self._foreign(leak)]
-
-        with suppress(AssertionError):
-            await eventually(lambda: not left())
-        leaks = left()
-        assert not leaks, f"{len(leaks)} left behind:\n  " + "\n  ".join(leaks[:100])
-
-    def _foreign(self, leak: str) -> bool:
-        kind, _, thing = leak.partition(": ")
-        if kind == "mounts":
-            return thing.endswith(" of self") and str(self.directory) not in thing
-        return kind == "namespaces" and thing in {
-            fields[3]
-            for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-            if " - nsfs " in line and str(self.directory) not in (fields := line.split(" "))[4]
-        }
+        async with no_leaks_async(dataclasses.replace(self.watched(), descriptors=descriptors)):
+            yield
 
     def cgroup_files(self, name: str) -> list[Path]:
         """Of this place in every hierarchy; `name` below its node's directory, with wildcards.
@@ -150,6 +130,14 @@ class Place:
         return [Path(path) for pattern in patterns for path in glob.glob(pattern, recursive=True)]  # noqa: PTH207
 
     # ---- launcher and processes ----
+
+    def pids(self, groups: str = "**") -> list[int]:
+        """Processes in these cgroups below its node's, the lowest pid first. A cgroup may go while it is looked at."""
+        found: set[int] = set()
+        for file in self.cgroup_files(f"{groups}/cgroup.procs"):
+            with suppress(OSError):
+                found.update(map(int, file.read_text().split()))
+        return sorted(found)
 
     def launcher_pid(self) -> int | None:
         """The launcher that serves this place, if one runs."""

@@ -111,7 +111,7 @@ async def try_one(
 
     def left() -> list[str]:
         found = leaks_between(before, take_snapshot(watched))
-        return [leak for leak in found if not place._foreign(leak) and not of_launcher(place, leak)]
+        return [leak for leak in found if not of_launcher(place, leak)]
 
     with contextlib.suppress(AssertionError):
         await eventually(lambda: not left(), deadline_s=20)

@@ -115,10 +115,13 @@ def test_a_mount_is_a_leak(clean_up: ExitStack, tmp_path: Path) -> None:
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tmp_path], check=True, timeout=60)
         clean_up.callback(subprocess.run, ["umount", tmp_path], check=True, timeout=60)
 
-    leaks = leaks_of(Watched(), mount)
+    other = Watched(directories=(tmp_path.with_name("of-another-test"),))
+    before = take_snapshot(other)
+    leaks = leaks_of(Watched(markers=(os.fsencode(tmp_path),)), mount)
 
     assert len(leaks) == 1
     assert leaks[0].startswith(f"mounts: {tmp_path} (mount ")
+    assert leaks_between(before, take_snapshot(other)) == [], "and is none of another test, whose machine it is, too"
 
 
 @pytest.mark.root

@@ -21,7 +21,10 @@ _NAMESPACES: Final = ("net", "user", "mnt", "pid", "ipc", "uts", "cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """Where to look. The machine is shared: only what belongs to the test is looked at."""
+    """Where to look. The machine is shared: only what belongs to the test is looked at.
+
+    Of the mounts in our own namespace, which is everybody's, those that name a marker or a directory.
+    """
 
     roots: frozenset[int] = field(default_factory=lambda: frozenset({os.getpid()}))  # their descendants count
     markers: tuple[bytes, ...] = ()  # processes with this in their command line count too: daemons have no parent
@@ -40,8 +43,8 @@ def take_snapshot(watched: Watched) -> Snapshot:
     pids = _processes(watched)
     return {
         "processes": frozenset(pids.values()),
-        "namespaces": frozenset(_namespaces(pids)),
-        "mounts": frozenset(_mounts(("self", *watched.mounts_of))),
+        "namespaces": frozenset(_namespaces(pids, watched)),
+        "mounts": frozenset(_mounts(watched)),
         "cgroups": frozenset(_cgroups(watched.cgroups)),
         "locks": frozenset(_locks(watched.lock_directories)),
         "files": frozenset(_files(watched.directories)),
@@ -110,7 +113,7 @@ def _processes(watched: Watched) -> dict[int, str]:
     return words
 
 
-def _namespaces(pids: Iterable[int]) -> Iterator[str]:
+def _namespaces(pids: Iterable[int], watched: Watched) -> Iterator[str]:
     """Those of watched processes, of our own descriptors, and those that a mount keeps."""
     own = {_link(f"/proc/self/ns/{kind}") for kind in _NAMESPACES}
     for pid in pids:
@@ -121,15 +124,21 @@ def _namespaces(pids: Iterable[int]) -> Iterator[str]:
     for _, target in _own_descriptors():
         if target.split(":")[0] in _NAMESPACES and target.endswith("]"):
             yield target
-    for fields in _mountinfo("self"):
+    for fields in _own_mounts(watched):
         if fields[fields.index("-") + 1] == "nsfs":
             yield fields[3]
 
 
-def _mounts(owners: Iterable[int | str]) -> Iterator[str]:
-    for owner in owners:
-        for fields in _mountinfo(owner):
+def _mounts(watched: Watched) -> Iterator[str]:
+    mounts = {"self": _own_mounts(watched)} | {str(pid): _mountinfo(pid) for pid in watched.mounts_of}
+    for owner, found in mounts.items():
+        for fields in found:
             yield f"{fields[4]} (mount {fields[0]}, {fields[fields.index('-') + 1]}) of {owner}"
+
+
+def _own_mounts(watched: Watched) -> list[list[str]]:
+    names = [os.fsdecode(marker) for marker in watched.markers] + [str(path) for path in watched.directories]
+    return [fields for fields in _mountinfo("self") if any(name in " ".join(fields) for name in names)]
 
 
 def _mountinfo(owner: int | str) -> list[list[str]]:
