@@ -39,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Who starts us in the background has us ignore Ctrl-C, and what we start inherits that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What tests start, often many times, compiles all modules each time where the caller's environment wants none kept.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     fresh = time.time_ns() % 1_000_000_007 if config.option.markexpr == "slow" else 1
     config.stash[_SEED] = int(os.environ.get("DSEC_TEST_SEED") or fresh)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +11,10 @@ import pytest
 from tests.native.agent_process import Agent, listening_agent
 from tests.native.agent_wire import AgentWire
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-
 
 @pytest.fixture(scope="session")
-def agent_binary() -> Path:
-    """Built by itself: its tests run whatever state the other programs are in."""
-    options = ["--quiet", "--release", "--locked", "--target-dir", "target", "--package", "dsec-agent"]
-    command = [str(ROOT / "tools" / "cargo"), "build", *options]
-    subprocess.run(command, cwd=ROOT / "native", check=True, timeout=1_200, stdin=subprocess.DEVNULL)
-    return ROOT / "native" / "target" / "x86_64-unknown-linux-gnu" / "release" / "dsec-agent"
+def agent_binary(native_binaries: dict[str, Path]) -> Path:
+    return native_binaries["dsec-agent"]
 
 
 @pytest.fixture

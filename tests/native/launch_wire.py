@@ -131,20 +131,13 @@ class LaunchClient:
 
 @cache
 def build() -> None:
-    """The launcher and the probe, from the present source; in a guest (`dsec.testing.guest`) as they are."""
+    """The launcher and the probe, from the present source; in a guest (`dsec.testing.guest`) as they are.
+
+    With all programs and not by itself: for one package cargo would make what all use again, with other features.
+    """
     if "DSEC_TEST_BUILT" in os.environ:
         return
-    options = [
-        "--release",
-        "--locked",
-        "--target-dir",
-        "target",
-        "--package",
-        "dsec-launch",
-        "--bins",
-        "--example",
-        "probe",
-    ]
+    options = ["--release", "--locked", "--target-dir", "target", "--bins", "--example", "probe"]
     command = [str(ROOT / "tools" / "cargo"), "build", "--quiet", *options]
     subprocess.run(command, cwd=ROOT / "native", check=True, timeout=1_200, stdin=subprocess.DEVNULL)
 

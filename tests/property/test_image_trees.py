@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsec.core.errors import DsecError
@@ -20,6 +20,9 @@ from dsec.image.stage import Stage
 from dsec.storage.trees import remove_tree, tree_size
 from dsec.wire.environments import DirectorySource, Ownership
 from tests.images import digest_of, tar_of
+
+# Each example makes trees on the disk: a quarter of what the profile asks for is enough.
+few = settings(max_examples=settings().max_examples // 4)
 
 names = st.one_of(
     st.sampled_from(["a", "b", "c", ".wh.a", "é", "x" * 200]),
@@ -83,6 +86,7 @@ def staged(data: bytes, tree: Path) -> Stage | None:
         return stage
 
 
+@few
 @given(items=entries)
 def test_a_copy_of_an_unpacked_archive_is_the_same_tree(items: list[tuple[str, str, bytes, int, int]]) -> None:
     with scratch() as place:
@@ -97,6 +101,7 @@ def test_a_copy_of_an_unpacked_archive_is_the_same_tree(items: list[tuple[str, s
         assert tree_size(place / "one").entries == tree_size(place / "two").entries
 
 
+@few
 @given(items=entries)
 def test_an_archive_unpacks_to_the_same_tree_each_time(items: list[tuple[str, str, bytes, int, int]]) -> None:
     data = tar_of(members_of(items))
@@ -109,6 +114,7 @@ def test_an_archive_unpacks_to_the_same_tree_each_time(items: list[tuple[str, st
             assert first.entries == second.entries
 
 
+@few
 @given(items=entries, position=st.integers(0, 200), what=st.sampled_from(["mode", "content", "name", "time", "more"]))
 def test_any_change_changes_the_digest(items: list[tuple[str, str, bytes, int, int]], position: int, what: str) -> None:
     with scratch() as place:
@@ -138,12 +144,14 @@ def change(path: Path, what: str) -> None:
         os.utime(path, ns=(0, info.st_mtime_ns + 1))
 
 
+@few
 @given(data=st.binary(max_size=3_000))
 def test_any_bytes_are_an_archive_or_refused_in_words(data: bytes) -> None:
     with scratch() as place:
         staged(data, place / "tree")
 
 
+@few
 @given(
     items=entries,
     cuts=st.lists(st.tuples(st.integers(0, 20_000), st.binary(min_size=1, max_size=12)), min_size=1, max_size=4),
