@@ -53,7 +53,7 @@ class BackendUnderTest:
     def spec(self) -> InstanceSpec:
         return instance_spec(self.substrate, node=self.node, layers=self.layers)
 
-    async def create(self, spec: InstanceSpec | None = None, *, deadline_s: float = 30.0) -> Instance:
+    async def create(self, spec: InstanceSpec | None = None, *, deadline_s: float = 300.0) -> Instance:
         spec = spec or self.spec()
         if self.claimed:
             spare = replace(spec, id=new_sandbox_id(self.node), spare=True, env={}, user=None, workdir=None)

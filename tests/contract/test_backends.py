@@ -48,7 +48,7 @@ async def test_the_record_is_written_before_the_instance_exists(backend: Backend
         raise OSError("the journal's disk is full")
 
     with pytest.raises((OSError, DsecError)):
-        await backend.backend.create(backend.spec(), intend=intend, deadline_s=60)
+        await backend.backend.create(backend.spec(), intend=intend, deadline_s=300)
 
     assert len(seen) == 1
     assert backend.leftovers() == []
@@ -210,13 +210,13 @@ async def test_pause_stops_everything_or_is_unsupported(backend: BackendUnderTes
     instance = await backend.create()
     if not backend.backend.capabilities.pause:
         with pytest.raises(UnsupportedError):
-            await instance.pause(deadline_s=60)
+            await instance.pause(deadline_s=300)
         with pytest.raises(UnsupportedError):
             await instance.resume()
         return
     client = await open_client(instance)
 
-    await instance.pause(deadline_s=60)
+    await instance.pause(deadline_s=300)
     answer = asyncio.create_task(client.usage())
     done, _ = await asyncio.wait([answer], timeout=0.2)
     assert not done
@@ -231,7 +231,7 @@ async def test_a_paused_instance_can_be_destroyed(backend: BackendUnderTest) -> 
     if not backend.backend.capabilities.pause:
         pytest.skip(f"{backend.name} cannot pause here, and its capabilities say so")
     instance = await backend.create()
-    await instance.pause(deadline_s=60)
+    await instance.pause(deadline_s=300)
 
     async with asyncio.timeout(60):
         await instance.destroy()
@@ -249,7 +249,7 @@ async def test_a_snapshot_is_taken_or_is_unsupported(backend: BackendUnderTest) 
     capture = await instance.snapshot()
     try:
         await capture.look()
-        await instance.pause(deadline_s=30)
+        await instance.pause(deadline_s=300)
         await capture.take(within_s=30)
         await instance.resume()
         layer = await capture.keep()
@@ -275,7 +275,7 @@ async def test_what_is_made_from_a_snapshot_with_memory_is_another_one(backend: 
     capture = await instance.snapshot()
     try:
         await client.freeze_prepare()
-        await instance.pause(deadline_s=30)
+        await instance.pause(deadline_s=300)
         await capture.take(within_s=30)
         await instance.resume()
         await client.clock(paused_s=0.0)

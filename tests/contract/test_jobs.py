@@ -104,10 +104,11 @@ async def test_the_service_itself_watches_leases(service: RunningService, name: 
                 await asyncio.sleep(0.2)
         assert (await job.refresh()).because == "lease"
 
-        await job.heartbeat()
         async with asyncio.timeout(60):
-            while await state() != "running":  # noqa: ASYNC110
+            await job.heartbeat()
+            while await state() != "running":
                 await asyncio.sleep(0.1)
+                await job.heartbeat()  # or it is paused again meanwhile
         await job.stop()
 
 

@@ -62,7 +62,7 @@ _SAVED = (*_STARTED, "vm.template.save", "vm.qmp.stop", "vm.qmp.migrate", "vm.qm
 
 
 async def create(backend: FullvmBackend) -> FullvmInstance:
-    return await backend.create(instance_spec(Substrate.FULLVM), intend=Intents(), deadline_s=60)
+    return await backend.create(instance_spec(Substrate.FULLVM), intend=Intents(), deadline_s=300)
 
 
 async def test_a_create_that_fails_at_any_step_leaves_nothing(backend: tuple[FullvmBackend, Watched]) -> None:
@@ -85,14 +85,18 @@ async def test_a_spare_becomes_the_machine_that_is_asked_for_unless_its_image_is
     await (await create(made)).destroy()
 
     async with no_leaks_async(watched):
-        spare = await made.create(replace(instance_spec(Substrate.FULLVM), spare=True), intend=Intents(), deadline_s=60)
+        spare = await made.create(
+            replace(instance_spec(Substrate.FULLVM), spare=True), intend=Intents(), deadline_s=300
+        )
         pid = spare.pid
         claimed = await made.claim(spare, wanted)
         assert (claimed.id, claimed.pid) == (wanted.id, pid)
         assert made.instances == {wanted.id: claimed}
         await claimed.destroy()
 
-        other = await made.create(replace(instance_spec(Substrate.FULLVM), spare=True), intend=Intents(), deadline_s=60)
+        other = await made.create(
+            replace(instance_spec(Substrate.FULLVM), spare=True), intend=Intents(), deadline_s=300
+        )
         made.images.remove("test")
         add_boot_sector(made.images, "test", wait_s=0.001)
         with pytest.raises(LaunchError, match="made anew"):
@@ -143,7 +147,7 @@ async def save(instance: FullvmInstance) -> MachineCapture:
     assert isinstance(capture, MachineCapture)
     try:
         await capture.look()
-        await instance.pause(deadline_s=30)
+        await instance.pause(deadline_s=300)
         try:
             await capture.take(within_s=60)
         finally:
@@ -187,7 +191,7 @@ async def test_a_disk_that_is_full_ends_no_machine_and_leaves_no_part_of_a_snaps
         async with no_leaks_async(watched):
             with pytest.raises(StorageError, match="No space left"):
                 await save(instance)
-            await instance.pause(deadline_s=30)
+            await instance.pause(deadline_s=300)
             with pytest.raises(StorageError, match="No space left"):
                 await instance.save()
             assert not instance.asleep
@@ -205,7 +209,7 @@ async def test_a_monitor_that_is_killed_while_it_is_written_down_leaves_nothing(
     made, _, instance = running
     capture = await instance.snapshot()
     await capture.look()
-    await instance.pause(deadline_s=30)
+    await instance.pause(deadline_s=300)
 
     os.kill(instance.pid, signal.SIGKILL)
     with pytest.raises(DsecError):
@@ -228,9 +232,9 @@ async def test_what_goes_on_from_a_snapshot_never_changes_it_and_leaves_nothing_
     for point in (*_STARTED[:4], "vm.qmp.migrate-incoming", "vm.qmp.query-migrate", "vm.qmp.cont"):
         async with no_leaks_async(watched):
             with Faults(1, prefix=point) as faults, pytest.raises(LaunchError):
-                await made.create(replace(spec, id=new_sandbox_id(new_node_id())), intend=Intents(), deadline_s=60)
+                await made.create(replace(spec, id=new_sandbox_id(new_node_id())), intend=Intents(), deadline_s=300)
             assert faults.hit is not None, point
-    child = await made.create(replace(spec, id=new_sandbox_id(new_node_id())), intend=Intents(), deadline_s=60)
+    child = await made.create(replace(spec, id=new_sandbox_id(new_node_id())), intend=Intents(), deadline_s=300)
 
     assert (await status(child), await status(instance)) == (True, True)
     await made.keep_machines((), [child.record, instance.record])  # the child's disk stands on it
@@ -246,7 +250,7 @@ async def test_a_deep_pause_that_fails_at_any_step_is_a_pause_and_a_wakening_tha
     made, watched, instance = running
 
     for point in _TAKEN:
-        await instance.pause(deadline_s=30)
+        await instance.pause(deadline_s=300)
         async with no_leaks_async(watched):
             with Faults(1, prefix=point) as faults, pytest.raises(StorageError):
                 await instance.save()
@@ -254,7 +258,7 @@ async def test_a_deep_pause_that_fails_at_any_step_is_a_pause_and_a_wakening_tha
         await instance.resume()
         assert await status(instance) is True
 
-    await instance.pause(deadline_s=30)
+    await instance.pause(deadline_s=300)
     await instance.save()
     await instance.sleep()
     for point in _WOKEN:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -147,9 +146,9 @@ def test_a_signal_goes_to_the_command_not_to_the_shell(session: Session) -> None
     assert session.wire.collect(running).out == b"130\n"
 
 
-def test_output_of_the_background_does_not_reach_the_next_command(session: Session) -> None:
-    session.run("(sleep 0.3; echo late) &")
-    time.sleep(0.6)
+def test_output_of_the_background_does_not_reach_the_next_command(session: Session, tmp_path: Path) -> None:
+    session.run(f"(sleep 0.3; echo late; : > {tmp_path}/said) &")
+    eventually((tmp_path / "said").exists)
 
     assert session.run("echo now")[0] == b"now\n"
 

@@ -15,6 +15,7 @@ from dsec.core.limits import MIB
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.results import ExecResult
 from dsec.sdk.sandbox import AsyncSandbox
+from dsec.testing.waiting import eventually
 from tests.system.container_place import ENVIRONMENT, private_place, served
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
@@ -47,7 +48,7 @@ async def test_stopping_what_is_being_started_does_not_stop_the_agent(client: As
         async for _ in stopper:
             break
 
-        results = await asyncio.gather(*[_short(sandbox) for _ in range(6)])
+        results = await asyncio.gather(*[_short(sandbox) for _ in range(3)])
 
         assert all(result is None or result.timed_out or result.ok for result in results), results
         await stopper.kill()
@@ -107,7 +108,7 @@ async def test_buffers_of_sockets_count_as_memory(client: AsyncClient) -> None:
         async for _ in command:
             break
 
-        assert _tcp_bytes() - before < _MEMORY
+        await eventually(lambda: _tcp_bytes() - before < _MEMORY)  # others on this machine have some, too
 
 
 def _tcp_bytes() -> int:

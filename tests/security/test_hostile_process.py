@@ -158,7 +158,7 @@ async def test_a_sandbox_whose_agent_breaks_the_contract_has_failed(attack: Atta
     assert ending.error is None or isinstance(ending.error, DsecError), ending
 
 
-@pytest.mark.parametrize("way", SLOW)
+@pytest.mark.parametrize("way", sorted(SLOW))
 async def test_a_sandbox_whose_agent_is_slow_holds_nobody_who_has_a_deadline(attack: Attack, way: str) -> None:
     ending = attack.endings[way]
 

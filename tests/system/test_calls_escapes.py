@@ -167,10 +167,17 @@ for _ in range(3):
 }
 
 LOOKING = """
-import ctypes, gc, json, os, random, resource, signal, sys, threading
+import ctypes, gc, json, os, random, resource, signal, sys, threading, time
 c = ctypes.CDLL(None, use_errno=True)
 c.sem_open.restype = ctypes.c_void_p
-pids = list(filter(str.isdigit, os.listdir("/proc")))
+def looked(pid):  # (owner, state), (None, None) of one that is gone
+    try: return os.stat(f"/proc/{pid}").st_uid, open(f"/proc/{pid}/stat").read().rsplit(") ")[-1][0]
+    except OSError: return None, None
+for _ in range(1_000):  # who ends is to be waited for by somebody, who has a time of its own
+    processes = [looked(pid) for pid in filter(str.isdigit, os.listdir("/proc"))]
+    zombies = sum(state == "Z" for _, state in processes)
+    if not zombies: break
+    time.sleep(0.01)
 seen = {
     "shm": c.shm_open(b"/MARK", 0, 0) >= 0, "sem": bool(c.sem_open(b"/MARK", 0)), "queue": c.mq_open(b"/MARK", 0) >= 0,
     "key": c.syscall(249, b"user", b"MARK", None, -4) >= 0,
@@ -183,8 +190,7 @@ seen = {
     "trace": sys.gettrace() is not None, "hook": sys.excepthook is not sys.__excepthook__,
     "len": len([]), "gc": not gc.isenabled(),
     "encoding": sys.stdout.encoding != "utf-8", "random": random.random() == random.Random(1).random(),
-    "zombies": sum(open(f"/proc/{p}/stat").read().rsplit(") ")[-1][0] == "Z" for p in pids),
-    "own": sum(os.stat(f"/proc/{p}").st_uid == os.getuid() for p in pids) != 1,
+    "zombies": zombies, "own": sum(owner == os.getuid() for owner, _ in processes) != 1,
 }
 print(json.dumps({name: value for name, value in seen.items() if value}))
 """

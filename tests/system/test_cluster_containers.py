@@ -68,7 +68,7 @@ async def test_kill_9_of_a_node_of_a_cluster_loses_no_sandbox_no_name_and_no_byt
         process = await sandbox.start(COUNT)
         await asyncio.sleep(0.5)  # output is under way
         place.kill_node()
-        async with AsyncClient(f"unix://{cluster.socket('api')}", request_timeout_s=10.0) as other:
+        async with AsyncClient(f"unix://{cluster.socket('api')}", request_timeout_s=2.0) as other:
             with pytest.raises(DsecError) as told:
                 await other.connect(sandbox.id)
         assert isinstance(told.value, UnavailableError | DeadlineError), told.value

@@ -150,7 +150,8 @@ async def end(world: World) -> None:
     await eventually(lambda: not running(world.place))
     async with await world.client.create(ENVIRONMENT) as another:
         assert (await another.exec("echo works")).stdout == "works\n"
-    assert [path.name for path in (world.place.state / "sandboxes").iterdir() if path.name.startswith("sbx_")] == []
+    sandboxes = world.place.state / "sandboxes"
+    await eventually(lambda: not [path for path in sandboxes.iterdir() if path.name.startswith("sbx_")])
 
 
 def running(place: Place) -> list[str]:

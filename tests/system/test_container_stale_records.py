@@ -13,6 +13,7 @@ import pytest
 from dsec.backends.container.record import ContainerRecord, parse_record
 from dsec.node.rows import SandboxRow
 from dsec.testing.processes import read_process
+from dsec.testing.waiting import eventually
 from dsec.wire.codec import pack, unpack
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
 
@@ -77,7 +78,7 @@ async def test_a_pid_that_is_another_process_by_now_is_not_killed(
     assert await end_of(place, id) == ("failed", "sandbox_fault")
 
     assert innocent.poll() is None
-    assert left_of(place, id) == []
+    await eventually(lambda: left_of(place, id) == [])
 
 
 async def test_after_a_reboot_all_are_gone_and_nobody_is_killed_for_a_pid_and_a_start_time_of_before(
@@ -101,4 +102,4 @@ async def test_after_a_reboot_all_are_gone_and_nobody_is_killed_for_a_pid_and_a_
     assert await end_of(place, id) == ("failed", "node_rebooted")
 
     assert innocent.poll() is None
-    assert left_of(place, id) == []
+    await eventually(lambda: left_of(place, id) == [])

@@ -134,9 +134,9 @@ async def test_a_claimed_sandbox_leaves_nothing(place: Place, both: tuple[LocalS
     cgroup = found.instance.facts.launched_as  # type: ignore[union-attr]
     await sandbox.destroy()
 
-    assert cgroup not in cgroups(place)
+    await eventually(lambda: cgroup not in cgroups(place))
     await eventually(lambda: not (place.state / "sandboxes" / cgroup).exists())
-    assert not (place.run / "sb" / f"{cgroup}.sock").exists()
+    await eventually(lambda: not (place.run / "sb" / f"{cgroup}.sock").exists())
 
 
 async def test_a_spare_has_tried_itself_out_and_nothing_is_left_of_that(
@@ -166,8 +166,8 @@ async def test_a_service_that_stops_takes_its_spares_along(place: Place) -> None
     async with served(place) as (service, client):
         await fill(service, client)
 
-    assert cgroups(place) == set()
-    assert list((place.run / "sb").iterdir()) == []
+    await eventually(lambda: cgroups(place) == set())
+    await eventually(lambda: list((place.run / "sb").iterdir()) == [])
 
 
 async def test_an_agent_that_is_killed_in_a_spare_is_nobodys_loss(

@@ -18,6 +18,7 @@ from dsec.image.export.run import export_now
 from dsec.image.published import push_now
 from dsec.image.registry.client import DEFAULT_SETTINGS
 from dsec.storage.layers import LayerKind
+from dsec.testing.waiting import eventually
 from dsec.wire.environments import BuildEvent, PushRequest, RegistrySource, StoreSource
 from dsec.wire.images import ExportRequest, RegistryTarget
 from tests.registries import PASSWORD, registry, write_login
@@ -85,7 +86,7 @@ async def test_errors_pushes_and_events_of_the_service(place: Place, host: str, 
     assert pushed.reference == f"{host}/team/x@{pushed.digest}"
     assert (again.digest, again.sent_bytes) == (pushed.digest, 0)
     assert {event.stage for event in events} >= {"fetch", "stage", "pack", "push", "publish"}
-    assert not list((place.state / "staging").iterdir())
+    await eventually(lambda: not list((place.state / "staging").iterdir()))
     assert PASSWORD not in repr((events, first))
 
 

@@ -17,6 +17,7 @@ from dsec.wire import records
 from dsec.wire.codec import unpack
 from dsec.wire.frames import FrameType, decode_data
 from dsec.wire.node import ExecStart, Method, OutputQuery
+from tests.patience import with_a_limit
 from tests.system.container_place import ENVIRONMENT, Place, container_store, private_place, served
 
 pytestmark = pytest.mark.root
@@ -75,20 +76,20 @@ async def test_a_pause_stops_time_for_a_command_and_its_timeout(place: Place) ->
         client = NodeClient(service.node)
         sandbox = await create(client)
         count = "i=0; while [ $i -lt 10 ]; do i=$((i+1)); echo $i; sleep 0.05; done"
-        answer = await start(client, sandbox.id, count, wait_s=0.15, timeout_s=4.0)
-        await client.call(Method.PAUSE, records.SandboxRef(sandbox.id), records.Sandbox)
-        before = await client.call(
-            Method.EXEC_GET, records.ExecQuery(sandbox=sandbox.id, exec=answer.exec.id), records.ExecInfo
-        )
-        await asyncio.sleep(4.2)  # longer than the timeout: the passing of time is what is tested
-        after = await client.call(
-            Method.EXEC_GET, records.ExecQuery(sandbox=sandbox.id, exec=answer.exec.id), records.ExecInfo
-        )
-        await client.call(Method.RESUME, records.SandboxRef(sandbox.id), records.Sandbox)
 
-        out, info = await follow(client, sandbox.id, answer.exec.id)
+        async def paused_for(limit_s: float) -> tuple[int, int, bytes, records.ExecInfo]:
+            answer = await start(client, sandbox.id, count, wait_s=0.15, timeout_s=2 * limit_s)
+            query = records.ExecQuery(sandbox=sandbox.id, exec=answer.exec.id)
+            await client.call(Method.PAUSE, records.SandboxRef(sandbox.id), records.Sandbox)
+            before = (await client.call(Method.EXEC_GET, query, records.ExecInfo)).out_bytes
+            await asyncio.sleep(2 * limit_s)  # as long as the timeout: the passing of time is what is tested
+            after = (await client.call(Method.EXEC_GET, query, records.ExecInfo)).out_bytes
+            await client.call(Method.RESUME, records.SandboxRef(sandbox.id), records.Sandbox)
+            return before, after, *await follow(client, sandbox.id, answer.exec.id)
 
-    assert before.out_bytes == after.out_bytes
+        before, after, out, info = await with_a_limit(paused_for, lambda found: found[3].cause is None)
+
+    assert before == after
     assert (info.exit_code, info.cause) == (0, None)
     assert out == b"".join(b"%d\n" % n for n in range(1, 11))
 

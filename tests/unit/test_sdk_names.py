@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -49,11 +48,11 @@ def test_no_name_of_the_sdk_loads_aiohttp_before_the_first_call() -> None:
     assert "aiohttp" not in python(f"{code}; print(*sys.modules)").split()
 
 
-def test_importing_dsec_is_quick() -> None:
-    # Time of the processor, not of the clock: other work on the machine is not the import's.
-    code = "import time; t = time.process_time(); import dsec; print(time.process_time() - t)"
+def test_importing_dsec_loads_few_modules() -> None:
+    """What a program that imports it waits for; a time would be the machine's."""
+    code = "import sys; before = len(sys.modules); import dsec; print(len(sys.modules) - before)"
 
-    assert min(float(python(code)) for _ in range(5)) < 0.08
+    assert int(python(code)) < 60
 
 
 def test_every_name_can_be_had() -> None:
@@ -127,15 +126,4 @@ def test_the_help_of_the_command_is_quick_and_loads_no_client() -> None:
     )
 
     assert {"aiohttp", "asyncio", "dsec.sdk.client"}.isdisjoint(loaded)
-
-
-def test_the_help_of_the_command_takes_less_than_300_ms() -> None:
-    def once() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(
-            [sys.executable, "-m", "dsec.cli.main", "--help"], stdout=subprocess.DEVNULL, check=True, timeout=60
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    assert min(once() for _ in range(5)) < 0.3
+    assert len(loaded) < 300  # it takes as long as loading these; a time would be the machine's
