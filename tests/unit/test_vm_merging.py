@@ -164,7 +164,9 @@ def test_a_file_of_many_clusters_has_a_count_for_each(tmp_path: Path) -> None:
     assert (tmp_path / "merged").stat().st_blocks * 512 < 2 << 20, "nothing that is empty takes room"
 
 
-@pytest.mark.parametrize("lie", ["compressed", "table", "again", "size", "clusters", "short", "elsewhere"])
+@pytest.mark.parametrize(
+    "lie", ["compressed", "table", "again", "tables", "size", "clusters", "bits", "short", "elsewhere"]
+)
 def test_a_file_that_lies_is_refused_and_leaves_nothing(tmp_path: Path, lie: str) -> None:
     good, bad = overlay(tmp_path / "good", (0, b"good")), overlay(tmp_path / "bad", (0, b"bad"), (1, b"more"))
     table = 4 * CLUSTER
@@ -176,8 +178,15 @@ def test_a_file_that_lies_is_refused_and_leaves_nothing(tmp_path: Path, lie: str
             os.pwrite(fd, struct.pack(">Q", 1 << 40), 3 * CLUSTER)
         elif lie == "again":
             os.pwrite(fd, struct.pack(">Q", 5 * CLUSTER | 1 << 63) * (CLUSTER // 8), table)
+        elif lie == "tables":
+            os.pwrite(fd, struct.pack(">Q", 1 << 45), 24)
+            os.pwrite(fd, struct.pack(">I", 1 << 16), 36)
+            os.pwrite(fd, struct.pack(">Q", 1 << 20), 40)
+            os.pwrite(fd, struct.pack(">Q", table | 1 << 63) * (1 << 16), 1 << 20)
         elif lie == "size":
             os.pwrite(fd, struct.pack(">Q", 1 << 60), 24)
+        elif lie == "bits":
+            os.pwrite(fd, b"\xff" * 4, 20)
         elif lie == "clusters":
             os.pwrite(fd, struct.pack(">I", 9), 20)
         elif lie == "short":

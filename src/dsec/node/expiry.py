@@ -34,7 +34,6 @@ async def expire(sandbox: Supervisor, clock: Clock) -> None:
 
 async def _rest(sandbox: Supervisor, rung: Rung) -> None:
     """One that cannot be taken is not tried again before it is used and idle again."""
-    sandbox.lifetime.climb()
     try:
         if await sandbox.pausing.rest(rung):
             metrics.RESTS.labels(str(rung)).inc()

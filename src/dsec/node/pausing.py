@@ -69,7 +69,11 @@ class Pausing:
 
     async def _rest(self, rung: Rung) -> bool:
         sandbox, clock = self._sandbox, self._services.clock
-        if not sandbox.lifetime.is_idle or not await self._take(rung):
+        due = sandbox.lifetime.next_deadline()
+        if not sandbox.lifetime.is_idle or due is None or due[1] is not rung or due[0] > clock.monotonic_s():
+            return False  # it was used meanwhile
+        sandbox.lifetime.climb()
+        if not await self._take(rung):
             return False
         log.info("nobody uses a sandbox", sandbox=sandbox.id, rung=str(rung))
         with suppress(DsecError):  # it rests, whoever is told

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +82,11 @@ def _check_place(target: Path) -> None:
 
 def _put(source: Path, target: Path) -> int:
     """Under no name until it is whole, so that nothing is left of it before. Raises ConflictError, OSError."""
-    fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size
+        if not stat.S_ISREG(os.fstat(fd).st_mode):  # who writes it has read what others have written
+            raise StorageError(f"{PROGRAM} has left no file")
         require_free(target.parent, os.fstat(fd).st_blocks * 512, reserve_bytes=0)
         out, draft = _draft(target)
         try:

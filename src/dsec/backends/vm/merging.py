@@ -20,6 +20,7 @@ from dsec.backends.vm.copying import PIECE_BYTES, data_of
 from dsec.backends.vm.qcow2 import CLUSTER, check_overlay, write_overlay
 from dsec.core.errors import InvalidArgumentError, StorageError
 from dsec.core.faults import fault_point
+from dsec.core.limits import DISK_BYTES_MAX
 
 _ENTRIES: Final = CLUSTER // 8  # of one second-level table, which says where 512 MiB are
 _COUNTS: Final = CLUSTER // 2  # of one block of reference counts, which are of 16 bits
@@ -28,6 +29,9 @@ _PLACE: Final = 0x00FF_FFFF_FFFF_FE00  # of an entry: where it points
 _COMPRESSED: Final = 1 << 62
 _OWN: Final = 1 << 63  # nobody else points there
 _ZERO: Final = 1
+_BLOCK: Final = 4096  # of a file system: what is not empty takes as much
+_EMPTY_TABLES_MAX: Final = 2_048  # of a disk of 1 TiB; looked through in seconds
+_CLUSTER_BITS: Final = CLUSTER.bit_length() - 1
 _BITS_AT: Final = 20  # of the header
 _TABLE_AT: Final = 36  # its entries, then where it is
 
@@ -37,7 +41,7 @@ class _Overlay:
     fd: int
     name: str
     size_bytes: int  # of the disk
-    length: int  # of the file
+    content_bytes: int  # of the file, without its holes
     table: array[int]  # where its second-level tables are
 
     @classmethod
@@ -52,10 +56,14 @@ class _Overlay:
         (bits,) = struct.unpack_from(">I", head, _BITS_AT)
         entries, at = struct.unpack_from(">IQ", head, _TABLE_AT)
         needed = -(-size // (_ENTRIES * CLUSTER))
-        if 1 << bits != CLUSTER or entries < needed:
+        if bits != _CLUSTER_BITS or entries < needed or size > DISK_BYTES_MAX:
             raise StorageError(f"{path.name} of a machine's disk is not as it was made")
-        length = os.fstat(fd).st_size
-        return cls(fd, path.name, size, length, _words(fd, at, needed, path.name))
+        table = _words(fd, at, needed, path.name)
+        content = sum(end - start for start, end in data_of(fd, os.fstat(fd).st_size))
+        # Few tables are empty, and none is there twice: what lies costs no time, either.
+        if sum(1 for entry in table if entry & _PLACE) > max(content // _BLOCK, _EMPTY_TABLES_MAX):
+            raise StorageError(f"{path.name} of a machine's disk says more than there is in it")
+        return cls(fd, path.name, size, content, table)
 
     def places(self, number: int) -> array[int] | None:
         """Of 512 MiB: what it says of each cluster, 0 for nothing. None for nothing at all."""
@@ -91,7 +99,7 @@ class _Merged:
         self._table_at: int = struct.unpack(">Q", os.pread(fd, 8, _TABLE_AT + 4))[0]
         self.end = os.fstat(fd).st_size
         # Clusters of a file that lies can be the same ones over and over.
-        self._left = sum(-(-overlay.length // CLUSTER) for overlay in overlays)
+        self._left = sum(overlay.content_bytes for overlay in overlays)
 
     def write(self) -> None:
         table = array("Q", bytes(8 * len(self._overlays[0].table)))
@@ -127,9 +135,6 @@ class _Merged:
             raise StorageError(f"{overlay.name} of a machine's disk is not as it was made")
         if entry & _ZERO or not entry & _PLACE:
             return _ZERO if entry & _ZERO else 0
-        self._left -= 1
-        if self._left < 0:
-            raise StorageError(f"{overlay.name} of a machine's disk says more than there is in it")
         return run.add(overlay.fd, entry & _PLACE) | _OWN
 
     def _take(self, clusters: int) -> int:
@@ -159,6 +164,9 @@ class _Merged:
         for start, end in data_of(source, at + length, at):
             for place in range(start, end, PIECE_BYTES):
                 piece = os.pread(source, min(PIECE_BYTES, end - place), place)
+                self._left -= len(piece)
+                if self._left < 0:
+                    raise StorageError("a machine's disk says more than there is in it")
                 _write(self._fd, piece, to + place - at)
 
 
