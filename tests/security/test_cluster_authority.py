@@ -16,6 +16,7 @@ from typing import Any, Final
 import pytest
 from nats.aio.msg import Msg
 
+from dsec.cluster.engine import desk
 from dsec.cluster.engine.buckets import EngineRegistry
 from dsec.cluster.engine.connection import Engine
 from dsec.cluster.engine.desk import NodeDesk
@@ -29,8 +30,8 @@ from dsec.core.errors import ConflictError, DsecError, NodeRetiredError
 from dsec.core.ids import NodeId
 from dsec.core.limits import DESK_ASKED_MAX
 from dsec.testing.nats_servers import NatsServers, nats_server, nats_servers
-from dsec.wire.cluster import Card, Heartbeat, Member, OwnEvents, OwnKey, OwnWrite, ruling_key
-from dsec.wire.codec import pack
+from dsec.wire.cluster import Card, Heartbeat, Member, OwnEvents, OwnKey, OwnWrite, Told, ruling_key
+from dsec.wire.codec import pack, unpack
 from dsec.wire.records import NodeLoad
 from tests.contract.served import until
 
@@ -404,3 +405,39 @@ async def test_a_node_that_floods_the_desk_holds_nobody_up(cluster: Cluster) -> 
     assert await OwnKeys(other, OTHER).get(Bucket.NODES, OTHER) is not None
     assert cluster.desk._asked[MINE] <= DESK_ASKED_MAX
     await until(lambda: not cluster.desk._asked)
+
+
+async def test_a_node_that_tells_without_end_does_not_push_out_what_others_have_told(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk, "EVENTS_NODE_BYTES_MAX", 100_000)
+    monkeypatch.setattr(desk, "DESK_EVENTS_BYTES_S", 0)
+    monkeypatch.setattr(desk, "_SERVE_S", 60.0)  # each is asked for once
+    engine = await cluster.servers.connect(MINE, cluster.servers.node(MINE))
+
+    async def tell(number: int, size: int) -> Told:
+        asked = pack(OwnEvents(body=bytes(size), id=str(number)))
+        return unpack((await engine.client.request(cluster.servers.layout.desk(MINE), asked, timeout=60)).data, Told)
+
+    told = [await tell(number, 40_000) for number in range(3)]
+    small = [await tell(number, 0) for number in range(3, 100)]  # a record that holds nothing takes room, too
+    other = await cluster.servers.connect(OTHER, cluster.servers.node(OTHER))
+    await OwnLog(other, OTHER).append(EVENTS, node_subject(OTHER), bytes(40_000), id="theirs")
+
+    assert [one.error is None for one in told] == [True, True, False]
+    assert told[2].error is not None
+    assert told[2].error.code == "unavailable", "an honest one asks again later"
+    assert 0 < sum(one.error is None for one in small) < 40
+
+
+async def test_what_a_node_does_wrong_all_the_time_is_logged_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(desk.log, "warning", lambda line, **_: lines.append(line), raising=False)
+    hostile = Hostile(cluster, await cluster.servers.connect(MINE, cluster.servers.node(MINE)))
+    for _ in range(20):
+        await hostile.say(layout_of(hostile).desk(MINE), pack(OWN), reply="spied")
+    await ask(hostile.engine, MINE, OWN)  # what came before it has been looked at
+
+    assert lines == ["a node wants its answer to go elsewhere"]

@@ -250,6 +250,7 @@ EVENTS_KEPT_S: Final = 3 * 86_400.0  # three days: who reads events comes back o
 ENGINE_WAIT_S: Final = 15.0  # for an answer of the engine: without a leader it is silent for up to 10 s
 DESK_ASKED_MAX: Final = 16  # under way for one node at one replica: it asks for its card and its events, one by one
 DESK_WAITING_MAX: Final = 4_096  # asked by all nodes and not looked at yet; of 160 nodes that is 25 each
+DESK_EVENTS_BYTES_S: Final = 1 * MIB  # of one node, at one replica: some 3,000 events, far above what it makes for long
 ENGINE_PENDING_BYTES_MAX: Final = 2 * MIB  # written while the engine is away; beyond it writers are told at once
 
 TOMBSTONES_OF_NODE_MAX: Final = 10_000  # of a node that is lost, for a day; each is a key of the registry

@@ -43,6 +43,7 @@ _ATTEMPT_S: Final = 2.0  # an answer that does not come within it was lost with 
 _PAUSE_S: Final = 0.25
 _CONNECT_S: Final = 10.0
 _PING_S: Final = 5
+_SLOW_S: Final = 60.0  # between two lines about messages that are dropped
 _REFUSALS_MAX: Final = 64
 _BATCHES_MAX: Final = 4  # under way at once: the server has room for fifty of one stream, of all replicas
 _WRONG_SEQUENCE: Final = frozenset((10071, 10164))
@@ -102,6 +103,7 @@ class Engine:
     _reconnected: set[Callable[[], None]] = field(default_factory=set)
     _since: float = field(default_factory=time.monotonic)
     _batches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_BATCHES_MAX))
+    _slow_until: float = 0.0  # monotonic; told of before
     _refused: set[str] = field(default_factory=set)  # what the server has said so of, in its words
 
     @property
@@ -326,6 +328,10 @@ class Engine:
             if len(self._refused) < _REFUSALS_MAX:
                 self._refused.add(text.lower())
             log.error("the engine refuses this", error=text)
+        elif isinstance(error, nats.errors.SlowConsumerError):  # of each message that is dropped
+            if time.monotonic() >= self._slow_until:
+                self._slow_until = time.monotonic() + _SLOW_S
+                log.warning("more comes from the engine than can be looked at: some of it is dropped", error=text)
         elif not isinstance(error, (OSError, nats.errors.StaleConnectionError)):  # the loss is told of by itself
             log.warning("trouble with the engine", error=text)
 

@@ -29,7 +29,7 @@ from dsec.core.errors import (
     UnavailableError,
 )
 from dsec.core.ids import NodeId, parse_node_id
-from dsec.core.limits import DESK_ASKED_MAX, DESK_WAITING_MAX
+from dsec.core.limits import DESK_ASKED_MAX, DESK_EVENTS_BYTES_S, DESK_WAITING_MAX, EVENTS_NODE_BYTES_MAX
 from dsec.observe.logs import get_logger
 from dsec.wire.cluster import Card, Member, OwnEvents, OwnKey, OwnWrite, Told, ruling_key
 from dsec.wire.codec import pack, unpack
@@ -39,6 +39,8 @@ log = get_logger(__name__)
 
 _GROUP: Final = "desk"
 _SERVE_S: Final = 5.0  # then who asked has asked again: under the same id, so what was half done is done once
+_RECORD_BYTES: Final = 512  # of a record, whatever is in it
+_WARN_S: Final = 60.0  # apart, of one node: what it does wrong it can do all the time
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,128}\Z")  # it goes into a header
 _KINDS: Final[dict[Bucket, type[Card] | type[Member]]] = {Bucket.NODES: Card, Bucket.MEMBERS: Member}
 
@@ -51,6 +53,8 @@ class NodeDesk:
         self._retired = retired
         self._open: list[Subscription] = []
         self._asked: Counter[str] = Counter()  # under way, of each node
+        self._told_bytes: dict[NodeId, tuple[float, float]] = {}  # of events, less what its time allows; as of when
+        self._warned: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -74,7 +78,10 @@ class NodeDesk:
         """Never waits, so that no node holds up the others."""
         node = message.subject.rpartition(".")[2]
         if not self._answers(node, message.reply):
-            log.warning("a node wants its answer to go elsewhere", node=node, to=message.reply[:200])
+            now = asyncio.get_running_loop().time()
+            if now >= self._warned.get(node, now):
+                self._warned[node] = now + _WARN_S
+                log.warning("a node wants its answer to go elsewhere", node=node, to=message.reply[:200])
             return
         if self._asked[node] >= DESK_ASKED_MAX:
             return  # it does not wait for its answers; who does asks again
@@ -117,8 +124,19 @@ class NodeDesk:
         # The engine takes each id once, whoever writes it: by this a node's are its own.
         id = f"{node}-{ask.id}"
         if isinstance(ask, OwnEvents):
+            self._charge(node, len(ask.body) + _RECORD_BYTES)
             return Told(revision=await self._log.append(LogStream.EVENTS, node_subject(node), ask.body, id=id))
         return Told(revision=await self._write(node, ask, id))
+
+    def _charge(self, node: NodeId, size: int) -> None:
+        """The log is of all nodes and gives up what is oldest: one alone is not to fill it. Who was away has all that
+        it has kept to tell."""
+        now = asyncio.get_running_loop().time()
+        told, at = self._told_bytes.get(node, (0.0, now))
+        told = max(0.0, told - (now - at) * DESK_EVENTS_BYTES_S) + size
+        if told > EVENTS_NODE_BYTES_MAX:
+            raise UnavailableError(f"node {node} tells too much at once", outcome=Outcome.UNCHANGED, retry_after_s=1.0)
+        self._told_bytes[node] = (told, now)
 
     async def _read(self, node: NodeId, ask: OwnKey) -> Told:
         bucket = _bucket(ask.bucket)
