@@ -30,6 +30,7 @@ import msgspec
 
 import dsec
 from bench import machine, placing, simload, simnodes
+from dsec.core.errors import DeadlineError
 from dsec.testing.clusters import ClusterProcesses, cluster_processes
 from dsec.testing.nats_servers import NatsServers
 from dsec.wire.iam import Quota
@@ -85,7 +86,7 @@ def _run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             _prepare(cluster.socket(name), options.nodes * 3 * (options.live // options.nodes))
         with dsec.Client(f"unix:{cluster.socket(names[0])}") as client:
             client.projects.create(_PROJECT)
-            client.projects.set_quota(_PROJECT, Quota(sandboxes=2 * options.live))
+            _set_quota(client, Quota(sandboxes=2 * options.live))
         watched = _Watched(
             {
                 **{name: lambda name=name: cluster.processes[name].pid for name in (*names, "watcher")},
@@ -186,6 +187,18 @@ def _prepare(socket: Path, room: int) -> None:
             if time.monotonic() > until:
                 raise SystemExit("bench: the nodes do not become members")
             time.sleep(0.5)
+
+
+def _set_quota(client: dsec.Client, quota: Quota) -> None:
+    """All nodes are asked what they hold, at once, and over connections that there are not yet."""
+    until = time.monotonic() + _READY_S
+    while True:
+        try:
+            client.projects.set_quota(_PROJECT, quota)
+            return
+        except DeadlineError:
+            if time.monotonic() > until:
+                raise
 
 
 def _load(

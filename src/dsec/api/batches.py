@@ -59,14 +59,16 @@ class GroupedBatch:
         self,
         request: Request,
         item: CreateRequest,
-        keys: Sequence[str],
+        key: str,
+        count: int,
         together: CreatesTogether,
         alone: Callable[[int], Awaitable[bytes]],
     ) -> None:
         self._request = request
         self._services = request.services
         self._item = item
-        self._keys = keys
+        self._key = key
+        self._count = count
         self._together = together
         self._alone = alone
         self._lines = _Lines()
@@ -74,8 +76,8 @@ class GroupedBatch:
         self._left = False  # its caller has gone
 
     async def run(self) -> None:
-        count = len(self._keys)
-        groups = iter([range(start, min(start + BATCH_GROUP, count)) for start in range(0, count, BATCH_GROUP)])
+        count = self._count
+        groups = (range(start, min(start + BATCH_GROUP, self._count)) for start in range(0, count, BATCH_GROUP))
         async with asyncio.TaskGroup() as work:
             for _ in range(_AT_ONCE):
                 work.create_task(self._work(groups))
@@ -135,7 +137,7 @@ class GroupedBatch:
             await self._together.create(
                 wanted,
                 caller=request.caller,
-                keys=self._keys[indices.start : indices.stop],
+                keys=[f"{self._key}/{index}" for index in indices],
                 timeout_s=wanted.timeout_s + CALL_MARGIN_S,
                 patience=self._patience,
                 told=hear,

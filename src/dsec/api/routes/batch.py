@@ -33,8 +33,7 @@ async def create_batch(request: Request) -> None:
         if together is None or key is None or body.count == 1:
             await _one_by_one(request, body.count, alone)
         else:
-            keys = [f"{key}/{index}" for index in range(body.count)]
-            await GroupedBatch(request, item, keys, together, alone).run()
+            await GroupedBatch(request, item, key, body.count, together, alone).run()
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
     await request.end()
