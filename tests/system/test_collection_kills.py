@@ -43,6 +43,7 @@ async def killed_while_it_collects(place: Place, client: AsyncClient, directory:
     collecting = asyncio.create_task(client.collect_garbage())
     await asyncio.sleep(after_s)
     place.kill_node()
+    collecting.cancel()  # else it would ask for long whether there is another
     await asyncio.gather(collecting, return_exceptions=True)
     place.start_process()
     await place.ready(client)

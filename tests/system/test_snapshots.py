@@ -432,6 +432,7 @@ async def test_a_node_killed_during_a_rollback_leaves_the_old_or_the_new(place: 
         rolling = asyncio.create_task(sandbox.rollback(snapshot))
         await asyncio.sleep(after_s)
         place.kill_node()
+        rolling.cancel()
         await asyncio.gather(rolling, return_exceptions=True)
         place.start_process()
         await place.ready(client)
