@@ -140,6 +140,7 @@ def test_a_command_whose_end_a_tracer_keeps_to_itself_ends_all_the_same(tree: Ag
     assert tree.run("e2", shell="echo goes on").out == b"goes on\n"
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_a_shell_whose_end_a_tracer_keeps_to_itself_ends_its_session(wire: AgentWire) -> None:
     pid = wire.call("session_open", name="main")["pid"]

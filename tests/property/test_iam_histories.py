@@ -199,7 +199,7 @@ class World:
                 drive(iam.projects.lay_down(project, quota=quota, policy=pick((None, Policy(cpu_max=1))), by=who))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(10, 60))
 def test_no_history_gives_anybody_what_its_giver_did_not_have(draw: random.Random, steps: int) -> None:
     world = World(draw)

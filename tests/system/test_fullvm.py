@@ -100,6 +100,7 @@ async def test_what_is_typed_is_on_the_screen(sb: AsyncSandbox) -> None:
     assert typed[0] != typed[2], "capitals are not small letters"
 
 
+@pytest.mark.slow
 @in_module
 async def test_every_character_of_the_keyboard_gets_through(sb: AsyncSandbox) -> None:
     # Without the underscore, which looks like a cursor.

@@ -90,6 +90,7 @@ async def test_errors_pushes_and_events_of_the_service(place: Place, host: str, 
     assert PASSWORD not in repr((events, first))
 
 
+@pytest.mark.slow
 async def test_an_environment_whose_content_is_in_a_store_is_pushed_to_a_registry(
     place: Place, host: str, image: str, small_store: Path, tmp_path: Path
 ) -> None:

@@ -132,6 +132,11 @@ def outcome(top: int, number: int) -> str:
         return errno.errorcode[error.errno or 0]
 
 
+@pytest.mark.parametrize(
+    "faulty",
+    [pytest.param(kind, marks=[pytest.mark.slow] if kind in ("nginx", "bucket") else []) for kind in KINDS],
+    indirect=True,
+)
 def test_what_is_read_is_right_or_an_error_whatever_the_store_does(faulty: Faulty) -> None:
     with mounted(faulty.site) as top:
         faulty.set("slow")
