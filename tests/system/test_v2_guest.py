@@ -58,6 +58,11 @@ QUOTA_TESTS = (
     "tests/system/test_container_disk.py::test_a_limited_sandbox_survives_its_node_and_leaves_nothing",
     "tests/system/test_container_volumes.py::test_a_volume_is_full_at_its_size_and_the_sandbox_is_not",
 )
+# A driver that serves block devices from a program.
+UBLK_TESTS = (
+    "tests/system/test_loader_blocks.py",
+    "tests/system/test_fullvm_layers.py::test_a_machine_boots_from_a_disk_that_lies_in_a_store[ublk]",
+)
 DELEGATED_TESTS = ("tests/system/test_container_limits.py::test_limits_are_where_the_kernel_keeps_them",)
 
 
@@ -138,8 +143,8 @@ def test_containers_in_a_unit_to_which_systemd_has_delegated_its_cgroups(kernel:
 
 
 def test_layers_are_block_devices_on_a_kernel_that_has_ublk(kernel: HostLikeKernel) -> None:
-    result = run_tests(kernel, ("tests/system/test_loader_blocks.py",), cgroups="v2")
+    result = run_tests(kernel, UBLK_TESTS, cgroups="v2")
 
     assert result.exit_code == 0
-    assert result.output.count(b" PASSED") >= 12
+    assert result.output.count(b" PASSED") >= 13
     assert b" SKIPPED" not in result.output

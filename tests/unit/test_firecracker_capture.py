@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from dsec.backends.vm.capture import STATE_BYTES_MAX, Source
 from dsec.backends.vm.firecracker_capture import FirecrackerCapture
+from dsec.backends.vm.firecracker_machine import FirecrackerMachine
 from dsec.backends.vm.saved import SavedMachines, SavedManifest
 from dsec.backends.vm.templates import DISK, RAM, STATE
 from dsec.core.errors import SandboxFaultError
@@ -121,6 +124,53 @@ async def test_anything_else_than_was_asked_for_is_its_fault_and_leaves_nothing(
 
     assert list((tmp_path / "saved").iterdir()) == []
     assert [path.name for path in own.iterdir()] == [DISK]
+
+
+class Closing(asyncio.Protocol):
+    def __init__(self) -> None:
+        self.lost = False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+
+
+async def test_a_machine_that_was_written_down_is_spoken_to_anew_once_it_goes_on(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its guest is told to forget its connections: who speaks next must not speak by the old one."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"OK 1\n")
+        await writer.drain()
+        await reader.read()
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        gone.set()
+
+    gone = asyncio.Event()
+    server = await asyncio.start_unix_server(answer, short_tmp / "vsock")
+    machine = FirecrackerMachine(short_tmp, owner=os.geteuid())
+
+    async def fine(*_: object, **__: object) -> dict[str, str]:
+        return {"state": "Paused"}
+
+    for call in ("get", "put", "patch"):
+        monkeypatch.setattr(machine.api, call, fine)
+    protocol = Closing()
+    await machine.connect(lambda: protocol, timeout_s=60)
+    await machine.resume(timeout_s=60)
+    assert not protocol.lost
+
+    await machine.write_down(memory=".memory", state=".state", timeout_s=60)
+    assert not protocol.lost
+    await machine.resume(timeout_s=60)
+    assert protocol.lost
+
+    await asyncio.wait_for(gone.wait(), 60)
+    server.close()
+    await server.wait_closed()
 
 
 async def test_what_an_earlier_one_left_is_not_taken_for_this_one_s(tmp_path: Path, own: Path) -> None:

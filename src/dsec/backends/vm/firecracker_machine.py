@@ -33,6 +33,7 @@ class FirecrackerMachine:
         if written:
             # Its guest is told to forget its connections, as if it were the one that goes on from what was written.
             self._vsock.close()
+            await asyncio.sleep(0)  # whoever speaks to it next knows
 
     async def write_down(self, *, memory: str, state: str, timeout_s: float) -> None:
         """Of one that stands still: files in the directory of its disk. Raises SandboxFaultError when it runs; after a
