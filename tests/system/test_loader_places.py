@@ -16,7 +16,7 @@ import pytest
 
 from dsec.storage.store.places import open_place
 from dsec.storage.store.publish import publish_layer
-from tests.system.loader_site import DEADLINE_S, FILES, Site, content, made_site, read
+from tests.system.loader_site import DEADLINE_S, FILES, Site, content, made_site, read, until
 from tests.system.store_servers import (
     BUCKET_KEY,
     BUCKET_SECRET,
@@ -150,7 +150,9 @@ def test_what_is_read_is_right_or_an_error_whatever_the_store_does(faulty: Fault
         assert faulty.site.remote.stats_of(faulty.site.digest).corrupt > 0
         faulty.set("gone")
         threading.Timer(0.5, faulty.set, ["good"]).start()
-        assert [outcome(top, number) for number in range(FILES)] == ["right"] * FILES
+        # Readers wait for a store that has failed before, but not for long: a busy machine may bring it back later.
+        assert {outcome(top, number) for number in range(FILES)} <= {"right", "EIO"}
+        until(lambda: [outcome(top, number) for number in range(FILES)] == ["right"] * FILES)
 
 
 @pytest.mark.parametrize("faulty", ["web"], indirect=True)
