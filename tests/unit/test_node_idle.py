@@ -20,7 +20,7 @@ from dsec.core.limits import MIB
 from dsec.core.rungs import Rung
 from dsec.core.spec import Substrate
 from dsec.node.config import IdleConfig
-from dsec.testing.clock import ManualClock
+from dsec.testing.clock import ManualClock, settle
 from dsec.testing.nodes import NodeClient, crash, fake_node, make_fake_node
 from dsec.testing.waiting import eventually
 from dsec.wire import agent, records
@@ -218,6 +218,39 @@ async def test_being_idle_ends_what_rests_but_not_what_somebody_wants_paused(tmp
         assert (await get(client, rests)).cause == "ttl_idle"
         assert await is_in(client, wanted, "paused")
         assert "rested sleep" not in await told(client, wanted)
+
+
+async def test_who_wants_it_paused_in_the_moment_before_its_time_is_over_has_it(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with drowsy_node(tmp_path, clock, IdleConfig(pause_s=60.0)) as (client, _):
+        id = (await create(client, ttl_idle_s=300.0)).id
+        await rest(client, clock, id, 61, Rung.PAUSE)
+        sandbox = client.node.registry.find(SandboxId(id))
+        assert sandbox is not None
+        async with sandbox.creating():  # its turn is taken, as by its memory on its way to the disk
+            wanted = asyncio.create_task(pause(client, id))
+            await eventually(lambda: sandbox._lock._waiters)  # type: ignore[attr-defined]
+            await clock.advance(300)
+        await wanted
+        await settle()
+
+        assert await is_in(client, id, "paused")
+
+
+async def test_who_uses_it_in_the_moment_before_its_time_is_over_has_it(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with drowsy_node(tmp_path, clock, IdleConfig(pause_s=60.0)) as (client, _):
+        id = (await create(client, ttl_idle_s=300.0)).id
+        await rest(client, clock, id, 61, Rung.PAUSE)
+        sandbox = client.node.registry.find(SandboxId(id))
+        assert sandbox is not None
+        async with sandbox.creating():
+            await clock.advance(300)  # its end waits for its turn
+            used = asyncio.create_task(start(client, id, "echo", "used"))
+            await eventually(lambda: sandbox.lifetime.busy)
+
+        assert (await used).out == b"used\n"
+        assert await is_in(client, id, "running")
 
 
 async def test_a_backend_that_can_do_no_more_only_pauses(tmp_path: Path) -> None:

@@ -505,8 +505,8 @@ class Supervisor:
     async def _end(self, cause: EndCause, detail: str | None) -> records.Sandbox:
         if self.tombstone is not None:
             return self.tombstone.sandbox
-        if self.state is SandboxState.FAILED:
-            return self.view()  # abandoned while whoever asks waited: nothing is left, and nothing is to be told
+        if self.state is SandboxState.FAILED or (cause is EndCause.TTL_IDLE and not self.lifetime.is_idle):
+            return self.view()  # while whoever asks waited: abandoned, and nothing is to be told; or wanted again
         if self.state is not SandboxState.DESTROYING:
             await self.sample()
             await self.move_anyway(
