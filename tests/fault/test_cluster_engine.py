@@ -18,7 +18,9 @@ from dsec.cluster.log import LogStream
 from dsec.cluster.registry import Bucket, Change, Snapshot
 from dsec.core.errors import ForbiddenError, Outcome, UnavailableError
 from dsec.core.ids import new_node_id
+from dsec.serve import operate
 from dsec.testing.nats_servers import NatsServers, nats_server, nats_servers
+from dsec.wire.cluster import Card, Member, Ruling
 from tests.contract.served import until
 
 EVENTS = LogStream.EVENTS
@@ -157,6 +159,49 @@ async def test_a_cluster_that_nothing_has_set_up_yet_is_waited_for(tmp_path: Pat
             await EngineRegistry(engine).get(Bucket.MEMBERS, str(new_node_id()))
 
     assert "dsec api" in str(raised.value)
+
+
+async def test_a_read_of_the_log_is_bounded_in_bytes_and_goes_on(
+    servers: NatsServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec.cluster.engine.log.LOG_READ_BYTES_MAX", 8_192)
+    log = EngineLog(await servers.connect())
+    for number in range(20):
+        await log.append(EVENTS, "test.a", bytes(2_000), id=f"{number}")
+    sizes: list[int] = []
+    after = 0
+    while records := await log.read(EVENTS, "", after=after, limit=1_000):
+        sizes.append(len(records))
+        after = records[-1].sequence
+
+    assert sum(sizes) == 20
+    assert max(sizes) <= 5
+
+
+async def test_nodes_that_give_no_sign_of_life_are_late(servers: NatsServers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operate, "SUSPECT_S", 1.0)
+    engine, node = await servers.connect(), await servers.connect("node")
+
+    async def beat() -> None:
+        while True:
+            await node.tell(servers.layout.heartbeat("aaaaaaaa"), b"")
+            await asyncio.sleep(0.02)
+
+    beating = asyncio.create_task(beat())
+    heard = await operate._heard(engine, {"aaaaaaaa", "bbbbbbbb"})
+    beating.cancel()
+
+    assert heard == {"aaaaaaaa"}
+    rows = [
+        operate._row(
+            Member(node=id, installation="i", term=1, joined_at=0),
+            Ruling(),
+            Card(node=id, term=1, host="h", port=1, version="1"),
+            late=id not in heard,
+        )
+        for id in ("aaaaaaaa", "bbbbbbbb")
+    ]
+    assert [row["state"] for row in rows] == ["here", "late"]
 
 
 async def test_credentials_of_nobody_are_refused(servers: NatsServers) -> None:

@@ -136,6 +136,12 @@ async def test_a_named_node_and_the_one_with_the_environment_are_chosen(cluster:
     with pytest.raises(UnsupportedError, match="node zzzzzzzz, which was asked for"):
         await cluster.one.create(unknown, caller=CALLER, key=None, timeout_s=60)
 
+    await cluster.state.registry.delete(Bucket.NODES, NODES[3])
+    await until(lambda: sum(view.card is not None for view in cluster.view) == len(NODES) - 1)
+    with pytest.raises(UnavailableError, match=f"node {NODES[3]}, which was asked for, is away") as away:
+        await cluster.one.create(named, caller=CALLER, key=None, timeout_s=60)
+    assert away.value.retry_after_s is not None
+
 
 async def test_an_environment_that_no_node_has_may_be_on_one_that_is_away(cluster: Cluster) -> None:
     for node in cluster.nodes:

@@ -89,6 +89,10 @@ def say(text: str) -> None:
         complain(text)
 
 
+def without(nodes: Sequence[str]) -> str:
+    return f"without {', '.join(nodes)}, which {'does' if len(nodes) == 1 else 'do'} not answer"
+
+
 def complain(text: str) -> None:
     """What is said in any case."""
     print(text, file=sys.stderr, flush=True)

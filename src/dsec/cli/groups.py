@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsec.cli.console import Json, age, clean, client, put_json, run_async, say, settings, table
+from dsec.cli.console import Json, age, clean, client, put_json, run_async, say, settings, table, without
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def show(name: Name, json: Json = False) -> None:
     ]
     table(("MEMBER", "SANDBOX", "STATE", "ENVIRONMENT"), sorted(rows))
     if info.missing:
-        say(f"without {', '.join(info.missing)}, which do not answer")
+        say(without(info.missing))
 
 
 def down(

@@ -7,7 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsec.cli.console import Json, age, clean, client, complain, put_json, run_async, say, settings, table, when
+from dsec.cli.console import (
+    Json,
+    age,
+    clean,
+    client,
+    complain,
+    put_json,
+    run_async,
+    say,
+    settings,
+    table,
+    when,
+    without,
+)
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
@@ -91,7 +104,7 @@ def show(name: Name, json: Json = False) -> None:
         for state, count in sorted((info.sandboxes or {}).items()):
             print(f"sandboxes {clean(state)}: {count}")
         if info.missing:
-            say(f"without {', '.join(info.missing)}, which do not answer")
+            say(without(info.missing))
 
     run_async(work())
 

@@ -46,8 +46,8 @@ CLUSTER: Final[dict[str, Page]] = {
         OF_SERVICE,
     ),
     "cluster nodes": Page(
-        "",
-        (("dsec cluster nodes", "who is here, away, lost or retired, and what is wanted of each"),),
+        "A node is `late` when it gives no sign of life for five seconds: nothing new goes there.",
+        (("dsec cluster nodes", "who is here, late, away, lost or retired, and what is wanted of each"),),
         "nodes: node, state, wanted, note, term, joined_s_ago, address, substrates, labels, version",
         OF_SERVICE,
     ),

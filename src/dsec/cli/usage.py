@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from dsec.cli.console import Json, age, client, lay_out, put_json, run_async, say, settings, when
+from dsec.cli.console import Json, age, client, lay_out, put_json, run_async, say, settings, when, without
 from dsec.cli.options import Job
 from dsec.cli.pages import command
 
@@ -49,7 +49,7 @@ def usage(
     if page.next is not None:
         say(f"there are more than {limit}; --limit shows them")
     if page.missing:
-        say(f"without {', '.join(page.missing)}, which do not answer")
+        say(without(page.missing))
 
 
 def _totals(totals: list[UsageTotal]) -> list[str]:

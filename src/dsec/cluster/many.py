@@ -69,6 +69,8 @@ _ANYWHERE: Final = frozenset((Method.CALL, Method.CALL_TYPES))
 _REFUSALS: Final = (CapacityError, NotFoundError, UnsupportedError)
 _LASTING: Final = frozenset(("node", "substrate", "network", "feature", "device", "label"))
 _NAMED_MAX: Final = 5
+_COMES_BACK: Final = (NodeState.AWAY, NodeState.LOST)
+_AWAY_S: Final = 5.0
 
 
 class ManyNodes:
@@ -178,11 +180,23 @@ class ManyNodes:
         candidates = Candidates(views, ask, self._overlay, now, bursts)
         found = choose(candidates, ask, overlay=self._overlay, rng=self._rng, tried=tried, bursts=bursts)
         if found is None:
+            self._check_named(ask.node, now)
             there = spilling(candidates, ask, self._overlay, bursts) if bursts else {}
             raise _no_node(there | refusals(candidates, ask, self._overlay), ask, tried)
         if counts:
             self._overlay.add(found.id, ask, now)
         return found.id
+
+    def _check_named(self, node: str | None, now: float) -> None:
+        """Raises UnavailableError for one that was asked for, and is only away."""
+        view = None if node is None else self._nodes.find(NodeId(node))
+        if view is not None and view.member is not None and (state := view.state(now)) in _COMES_BACK:
+            raise UnavailableError(
+                f"node {node}, which was asked for, is {state}",
+                outcome=Outcome.UNCHANGED,
+                retry_after_s=_AWAY_S,
+                detail={"node_state": str(state)},
+            )
 
     def choose_all(self, request: CreateRequest, project: str, count: int) -> list[tuple[NodeId, int]]:
         """Where so many alike go now, a few together at each. Fewer than `count` when no node takes more."""
@@ -303,7 +317,7 @@ class ManyNodes:
             return min(new, key=lambda view: (_fullness(view), self._rng.random())).id
         if len(live) > 1:
             raise InvalidArgumentError(
-                f"{method} is of one node, and there are {len(live)}",
+                f"what is asked for is of one node, and there are {len(live)}",
                 hint="name it: `dsec --node NODE …`, or the header Dsec-Node; `dsec cluster nodes` lists them",
             )
         return live[0].id
@@ -522,7 +536,7 @@ def _check_page(page: SandboxPage, node: NodeId, query: ListQuery) -> None:
 def _no_node(reasons: Mapping[NodeId, Refusal], ask: Ask, tried: set[NodeId]) -> DsecError:
     if ask.node is not None and reasons and ask.node not in reasons and not tried:
         return UnsupportedError(
-            f"node {ask.node}, which was asked for, is away or not in this cluster",
+            f"node {ask.node}, which was asked for, is not in this cluster",
             hint="`dsec cluster nodes` lists its nodes",
         )
     texts = sorted({reason.text for reason in reasons.values()})

@@ -245,6 +245,7 @@ DEVICE_KINDS_MAX: Final = 64  # in a card; a machine has a few
 LOG_RECORD_BYTES_MAX: Final = 512 * KIB  # an engine's message has 1 MiB; larger results go to a store, the log points
 LOG_ID_BYTES_MAX: Final = 255  # remembered for each record while it may be sent again
 LOG_READ_MAX: Final = 1_024  # records of one read: bounds the memory of its answer
+LOG_READ_BYTES_MAX: Final = 8 * MIB  # of one read of an engine: sixteen of the largest records, many of others
 LOG_BYTES_DEFAULT: Final = 8 * GIB  # of one stream of the engine; beyond it appends fail, and nothing old is lost
 EVENTS_KEPT_S: Final = 3 * 86_400.0  # three days: who reads events comes back over a weekend
 ENGINE_WAIT_S: Final = 15.0  # for an answer of the engine: without a leader it is silent for up to 10 s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -14,9 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from nats.aio.msg import Msg
+
 from dsec.cluster.engine.buckets import EngineRegistry
 from dsec.cluster.engine.connection import Engine, EngineSettings
 from dsec.cluster.engine.layout import Layout
+from dsec.cluster.members.nodes import SUSPECT_S
 from dsec.cluster.members.rulings import want
 from dsec.cluster.registry import Bucket, Entry
 from dsec.core.errors import InvalidArgumentError
@@ -96,7 +100,8 @@ async def _ask(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
     try:
         registry = EngineRegistry(engine)
         if options.operation == "nodes":
-            _list(options, await registry.entries(Bucket.MEMBERS), await registry.entries(Bucket.NODES))
+            members, cards = await registry.entries(Bucket.MEMBERS), await registry.entries(Bucket.NODES)
+            _list(options, members, cards, await _heard(engine, {entry.key for entry in cards}))
             return 0
         node = parse_node_id(_one(options.names, "NODE"))
         ruling = await want(registry, node, _WANTED[options.operation], note=options.note)
@@ -106,7 +111,25 @@ async def _ask(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
         await engine.close()
 
 
-def _list(options: argparse.Namespace, members: list[Entry], cards: list[Entry]) -> None:
+async def _heard(engine: Engine, nodes: set[str]) -> set[str]:
+    """Those of them that give a sign of life before they would be suspect. It takes a second where all do."""
+    heard: set[str] = set()
+    everybody = asyncio.Event()
+
+    async def hear(message: Msg) -> None:
+        heard.add(message.subject.rpartition(".")[2])
+        if heard >= nodes:
+            everybody.set()
+
+    await engine.listen(engine.layout.heartbeat("*"), hear)
+    if nodes:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SUSPECT_S):
+                await everybody.wait()
+    return heard
+
+
+def _list(options: argparse.Namespace, members: list[Entry], cards: list[Entry], heard: set[str]) -> None:
     found = {entry.key: entry for entry in members}
     shown = {entry.key: unpack(entry.value, Card) for entry in cards}
     rows = []
@@ -116,7 +139,7 @@ def _list(options: argparse.Namespace, members: list[Entry], cards: list[Entry])
         member = unpack(entry.value, Member)
         ruled = found.get(ruling_key(key))
         ruling = unpack(ruled.value, Ruling) if ruled else Ruling()
-        rows.append(_row(member, ruling, shown.get(key)))
+        rows.append(_row(member, ruling, shown.get(key), late=key not in heard))
     if options.json:
         sys.stdout.write(json.dumps({"nodes": rows}) + "\n")
         return
@@ -125,11 +148,11 @@ def _list(options: argparse.Namespace, members: list[Entry], cards: list[Entry])
         sys.stdout.write("  ".join((*words, ",".join(row["substrates"]), row["note"])).rstrip() + "\n")
 
 
-def _row(member: Member, ruling: Ruling, card: Card | None) -> dict[str, Any]:
+def _row(member: Member, ruling: Ruling, card: Card | None, *, late: bool) -> dict[str, Any]:
     if ruling.wanted == Wanted.RETIRE:
         state = "retired"
     elif card is not None:
-        state = "here"
+        state = "late" if late else "here"
     else:
         state = "lost" if ruling.lost_term >= member.term else "away"
     return {

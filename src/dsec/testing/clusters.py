@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from dsec.testing.nats_servers import NatsServers
+from dsec.testing.networks import Networks
 
 _START_S: Final = 60.0
 
@@ -27,6 +28,7 @@ class ClusterProcesses:
     servers: NatsServers
     substrate: str = "fake"
     more: tuple[str, ...] = ()  # options of nodes
+    networks: Networks | None = None  # in which each has a machine of its name; none: all are on loopback
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     nodes: dict[str, str] = field(default_factory=dict)  # name → id
 
@@ -56,7 +58,8 @@ class ClusterProcesses:
         if not identity.exists():
             self.nodes[name] = self.servers.keys.issue_node(identity)
         said = self._said(name)
-        options = ("--listen", "127.0.0.1:0", "--substrate", self.substrate, *self.more, *more)
+        host = "127.0.0.1" if self.networks is None else self.networks.address(name)
+        options = ("--listen", f"{host}:0", "--substrate", self.substrate, *self.more, *more)
         self._start(name, "node", *options)
         self._wait(name, lambda: self._said(name) > said)
 
@@ -83,10 +86,11 @@ class ClusterProcesses:
         config = self.directory / "dsec.toml"
         config.write_text('[cluster]\nlog_bytes_max = "256MiB"\n')
         joins = [part for url in self.servers.urls for part in ("--join", url)]
+        wrap = () if self.networks is None else self.networks.wrap(name)
         with (self.directory / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [
-                    sys.executable, "-m", "dsec.serve", verb, *joins, "--config", str(config),
+                    *wrap, sys.executable, "-m", "dsec.serve", verb, *joins, "--config", str(config),
                     "--identity", str(place / "id"), "--run-dir", str(place / "r"), "--state-dir", str(place / "s"),
                     *more,
                 ],
@@ -110,9 +114,14 @@ class ClusterProcesses:
 
 @contextlib.contextmanager
 def cluster_processes(
-    directory: Path, servers: NatsServers, *, substrate: str = "fake", more: tuple[str, ...] = ()
+    directory: Path,
+    servers: NatsServers,
+    *,
+    substrate: str = "fake",
+    more: tuple[str, ...] = (),
+    networks: Networks | None = None,
 ) -> Iterator[ClusterProcesses]:
-    found = ClusterProcesses(directory, servers, substrate, more)
+    found = ClusterProcesses(directory, servers, substrate, more, networks)
     try:
         yield found
     finally:

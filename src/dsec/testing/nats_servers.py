@@ -43,6 +43,8 @@ class NatsServers:
     directory: Path
     count: int
     layout: Layout
+    host: str = "localhost"  # where they are reached
+    wrap: tuple[str, ...] = ()  # what their commands are preceded by
     keys: AuthorityDirectory = field(init=False)
     ports: list[int] = field(default_factory=list)
     _routes: list[int] = field(default_factory=list)
@@ -50,10 +52,12 @@ class NatsServers:
     _engines: list[Engine] = field(default_factory=list)
 
     @classmethod
-    def started(cls, directory: Path, *, count: int = 1) -> NatsServers:
+    def started(
+        cls, directory: Path, *, count: int = 1, host: str = "localhost", wrap: tuple[str, ...] = ()
+    ) -> NatsServers:
         """Not `ready` yet; the caller closes them."""
         directory.mkdir(parents=True, exist_ok=True)
-        servers = cls(directory, count, Layout(UNIT))
+        servers = cls(directory, count, Layout(UNIT), host, wrap)
         servers.prepare_files()
         try:
             for number in range(count):
@@ -65,7 +69,7 @@ class NatsServers:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        return tuple(f"tls://localhost:{port}" for port in self.ports)
+        return tuple(f"tls://{self.host}:{port}" for port in self.ports)
 
     def tls(self) -> ssl.SSLContext:
         return client_context(self.directory / "nats" / "ca.pem")
@@ -89,7 +93,7 @@ class NatsServers:
         assert program is not None
         with (self.directory / f"server-{number}.log").open("ab") as log:
             self._processes[number] = subprocess.Popen(
-                [program, "-c", self.directory / f"server-{number}.conf"],
+                [*self.wrap, program, "-c", self.directory / f"server-{number}.conf"],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -148,7 +152,7 @@ class NatsServers:
 
     def prepare_files(self) -> None:
         self.keys = AuthorityDirectory.create(self.directory / "authority", UNIT)
-        self.keys.issue_nats(self.directory / "nats", ["localhost", "127.0.0.1"])
+        self.keys.issue_nats(self.directory / "nats", [self.host, "127.0.0.1"])
         found = free_ports(2 * self.count)
         self.ports, self._routes = found[: self.count], found[self.count :]
         for number in range(self.count):
@@ -159,7 +163,7 @@ class NatsServers:
         tls = f'cert_file: "{here}/nats/cert.pem", key_file: "{here}/nats/cert.key", ca_file: "{here}/nats/ca.pem"'
         lines = [
             f"server_name: n{number}",
-            f"listen: 127.0.0.1:{self.ports[number]}",
+            f"listen: {'127.0.0.1' if self.host == 'localhost' else self.host}:{self.ports[number]}",
             f"tls {{ {tls} }}",
             f'jetstream {{ store_dir: "{here}/store-{number}", sync_interval: always, max_mem: 64MB, max_file: 4GB }}',
         ]

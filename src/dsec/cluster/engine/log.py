@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 from dsec.cluster.engine.connection import Engine
 from dsec.cluster.log import LogStream, Record, check_record, check_subject
 from dsec.core.errors import ConflictError, DsecError, Outcome, UnavailableError
-from dsec.core.limits import ENGINE_WAIT_S, LOG_READ_MAX
+from dsec.core.limits import ENGINE_WAIT_S, LOG_READ_BYTES_MAX, LOG_READ_MAX
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import to_json
 
@@ -99,7 +99,8 @@ class EngineLog:
             await self._engine.ask(f"STREAM.PURGE.{self._layout.log_stream(stream)}", {"filter": filter}, dict)
 
     async def _batch(self, stream: LogStream, place: str, after: int, limit: int) -> list[Record]:
-        return await self._direct(stream, {"seq": after + 1, "next_by_subj": place, "batch": limit}, limit)
+        request = {"seq": after + 1, "next_by_subj": place, "batch": limit, "max_bytes": LOG_READ_BYTES_MAX}
+        return await self._direct(stream, request, limit)
 
     async def _direct(self, stream: LogStream, request: dict[str, object], limit: int) -> list[Record]:
         loop = asyncio.get_running_loop()
