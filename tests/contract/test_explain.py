@@ -80,6 +80,15 @@ async def test_what_it_says_is_what_a_create_meets(api: Served, spec: dict[str, 
     assert reason is None or node["text"]
 
 
+async def test_that_there_is_no_node_is_said(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api.fleet, "nodes", lambda: ())
+    user = await api.token("/team", "use")
+
+    refused = await ask(api, "/v1/sandboxes:explain", {"spec": SPEC}, user, status=503)
+
+    assert refused["code"] == "unavailable"
+
+
 async def test_a_full_node_says_how_full_it_is(api: Served) -> None:
     user = await api.token("/team", "use")
     for _ in range(2):

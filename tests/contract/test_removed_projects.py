@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from dsec.node.service import Service
 from dsec.node.volumes import Volumes
 from dsec.serve.imagined import ImaginedEnvironments
 from dsec.wire.volumes import VolumeRequest
-from tests.contract.served import Served, serve
+from tests.contract.served import Served, serve, until
 
 SPEC: dict[str, Any] = {"environment": {"base": "base"}, "substrate": "fake", "memory_bytes": 64 << 20}
 PATHS = ("/team", "/team/run", "/other")
@@ -61,8 +60,17 @@ class Caller:
             return answer.status, await answer.json()
 
     @property
+    def node(self) -> Node:
+        return self.api.rpc._service._node  # type: ignore[attr-defined, no-any-return]
+
+    @property
     def volumes(self) -> Volumes:
-        return self.api.rpc._service._node.volumes  # type: ignore[attr-defined, no-any-return]
+        return self.node.volumes
+
+    async def destroy(self, id: str, project: str) -> None:
+        """Returns when nothing of it is left, which is after its end was answered."""
+        await self.ask("DELETE", f"/v1/sandboxes/{id}", within=project)
+        await until(lambda: not any(sandbox.id == id for sandbox in self.node.registry))
 
     async def make(self, project: str) -> bool:
         return (await self.ask("POST", "/v1/projects", {"path": project}))[0] == 201
@@ -82,9 +90,9 @@ class Caller:
             spec = {**SPEC, "name": name}
             status, found = await self.ask("POST", "/v1/sandboxes", {"spec": spec}, within=project)
             if kind == "snapshots" and status == 201:
-                path = f"/v1/sandboxes/{found['id']}"
-                status, _ = await self.ask("POST", f"{path}:snapshot", {"name": name}, within=project)
-                await self.ask("DELETE", path, within=project)
+                route = f"/v1/sandboxes/{found['id']}:snapshot"
+                status, _ = await self.ask("POST", route, {"name": name}, within=project)
+                await self.destroy(found["id"], project)
         return name if status in (200, 201) else None
 
     async def names(self, kind: str, project: str) -> list[str]:
@@ -98,7 +106,7 @@ class Caller:
         if kind == "sandboxes":
             _, found = await self.ask("GET", "/v1/sandboxes", within=project, name=name)
             for one in found["sandboxes"]:
-                await self.ask("DELETE", f"/v1/sandboxes/{one['id']}", within=project)
+                await self.destroy(one["id"], project)
         elif kind == "volumes":
             await self.volumes.remove(name, project)
         elif kind == "snapshots":
@@ -118,18 +126,10 @@ async def test_a_project_goes_when_nothing_of_it_is_left_and_its_jobs_go_with_it
     for kind in KINDS:
         for name in await caller.names(kind, "/team"):
             await caller.drop(kind, "/team", name)
-    await removed(caller, "/team")
+    assert (await caller.remove("/team"))[0] == 200
 
     assert await caller.make("/team")
     assert [await caller.names(kind, "/team") for kind in KINDS] == [[], [], [], []]
-
-
-async def removed(caller: Caller, project: str) -> None:
-    """A sandbox counts until nothing of it is left on its node, which may be after its end was answered."""
-    async with asyncio.timeout(60):
-        while (status := (await caller.remove(project))[0]) == 409:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    assert status == 200
 
 
 async def test_nothing_of_an_earlier_project_is_ever_a_later_ones(api: Served, rng: random.Random) -> None:
@@ -167,7 +167,7 @@ async def test_nothing_of_an_earlier_project_is_ever_a_later_ones(api: Served, r
 async def test_what_a_late_request_has_left_keeps_a_project_of_the_path_from_being_made(api: Served) -> None:
     caller = Caller(api)
     assert await caller.make("/team")
-    await removed(caller, "/team")
+    assert (await caller.remove("/team"))[0] == 200
     # One that was let in before the project was removed, and came to its node after.
     await caller.volumes.create(VolumeRequest(name="late"), "/team")
 

@@ -101,7 +101,10 @@ class Admission:
         )
         plans = [answer for answer in answers if isinstance(answer, CreatePlan)]
         if not plans:
-            raise next(error for error in answers if isinstance(error, BaseException))
+            raise next(
+                (error for error in answers if isinstance(error, BaseException)),
+                UnavailableError("no node of the cluster is there", outcome=Outcome.UNCHANGED, retry_after_s=1.0),
+            )
         spec, rules = plans[0].spec, self._directory.rules(caller.project)
         policy = None
         try:

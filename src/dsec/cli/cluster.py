@@ -188,6 +188,18 @@ def retire(
     _operate("retire", [node, "--note", note], join, identity, config)
 
 
+def remove(
+    node: Node,
+    note: Note = "",
+    join: Join = None,
+    identity: Identity = None,
+    config: Config = None,
+    json: Json = False,
+) -> None:
+    """Retire a node that is drained and empty."""
+    _operate("remove", [node, "--note", note], join, identity, config)
+
+
 def _operate(
     operation: str, words: list[str], join: list[str] | None, identity: str | None, config: str | None
 ) -> None:
@@ -198,5 +210,5 @@ def _joins(join: list[str] | None) -> list[str]:
     return [part for url in join or () for part in ("--join", url)]
 
 
-for _function in (init, issue, nodes, cordon, drain, serve, retire):
+for _function in (init, issue, nodes, cordon, drain, serve, retire, remove):
     command(app, _function, of="cluster")

@@ -61,6 +61,13 @@ CLUSTER: Final[dict[str, Page]] = {
         OF_SERVICE,
     ),
     "cluster serve": Page("", (("dsec cluster serve k7m2p4qz", "after cordon or drain"),), "node, wanted", OF_SERVICE),
+    "cluster remove": Page(
+        "Only a node that was drained and says that it has no sandboxes. Its process ends, its id is never good again, "
+        "and nothing is written for its credentials any more. Its machine is cleaned there: `dsec down --destroy`.",
+        (("dsec cluster remove k7m2p4qz", "some time after `dsec cluster drain k7m2p4qz`"),),
+        "node, wanted",
+        OF_SERVICE,
+    ),
     "cluster retire": Page(
         "Who asks for one of its sandboxes is told that it is gone. Its machine can join again under a new identity.",
         (("dsec cluster retire k7m2p4qz", "a machine that does not come back"),),

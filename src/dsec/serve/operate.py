@@ -23,12 +23,12 @@ from dsec.cluster.engine.layout import Layout
 from dsec.cluster.members.nodes import SUSPECT_S
 from dsec.cluster.members.rulings import want
 from dsec.cluster.registry import Bucket, Entry
-from dsec.core.errors import InvalidArgumentError
-from dsec.core.ids import parse_node_id
+from dsec.core.errors import ConflictError, InvalidArgumentError, Outcome, ProtocolError, UnavailableError
+from dsec.core.ids import NodeId, parse_node_id
 from dsec.serve.authority import AuthorityDirectory
 from dsec.serve.config import load_config
 from dsec.serve.identity import Identity
-from dsec.wire.cluster import Card, Member, Ruling, Wanted, ruling_key
+from dsec.wire.cluster import Card, Heartbeat, Member, Ruling, Wanted, ruling_key
 from dsec.wire.codec import unpack
 
 _WANTED: Final = {
@@ -36,6 +36,7 @@ _WANTED: Final = {
     "cordon": Wanted.CORDON,
     "drain": Wanted.DRAIN,
     "retire": Wanted.RETIRE,
+    "remove": Wanted.RETIRE,
 }
 _ISSUED: Final = ("node", "api", "nats")
 
@@ -104,11 +105,52 @@ async def _ask(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
             _list(options, members, cards, await _heard(engine, {entry.key for entry in cards}))
             return 0
         node = parse_node_id(_one(options.names, "NODE"))
+        if options.operation == "remove":
+            await check_empty(engine, registry, node)
         ruling = await want(registry, node, _WANTED[options.operation], note=options.note)
+        if options.operation == "remove":
+            await registry.delete(Bucket.NODES, node)
         _tell(options, {"node": node, "wanted": str(ruling.wanted)}, f"node {node}: {ruling.wanted}")
         return 0
     finally:
         await engine.close()
+
+
+async def check_empty(engine: Engine, registry: EngineRegistry, node: NodeId) -> None:
+    """Raises ConflictError for a node that takes new sandboxes or has some, UnavailableError for one that is silent."""
+    entry = await registry.get(Bucket.MEMBERS, ruling_key(node))
+    wanted = Wanted.SERVE if entry is None else unpack(entry.value, Ruling).wanted
+    if wanted is Wanted.SERVE:
+        raise ConflictError(f"node {node} takes new sandboxes", hint=f"first: dsec cluster drain {node}")
+    beat = await _next_beat(engine, node)
+    if beat.admits:
+        raise UnavailableError(f"node {node} does not know yet that it is drained", retry_after_s=SUSPECT_S)
+    if beat.load.sandboxes:
+        raise ConflictError(
+            f"node {node} has {beat.load.sandboxes} sandboxes",
+            hint=f"they end by their callers, or by their times to live; `dsec cluster retire {node}` gives them up",
+        )
+
+
+async def _next_beat(engine: Engine, node: NodeId) -> Heartbeat:
+    beats: asyncio.Queue[Heartbeat] = asyncio.Queue(1)
+
+    async def hear(message: Msg) -> None:
+        with contextlib.suppress(ProtocolError, asyncio.QueueFull):
+            beats.put_nowait(unpack(message.data, Heartbeat))
+
+    subscription = await engine.listen(engine.layout.heartbeat(node), hear)
+    try:
+        async with asyncio.timeout(SUSPECT_S):
+            return await beats.get()
+    except TimeoutError:
+        raise UnavailableError(
+            f"node {node} gives no sign of life, and may have sandboxes",
+            outcome=Outcome.UNCHANGED,
+            hint=f"`dsec cluster retire {node}` says that it never comes back",
+        ) from None
+    finally:
+        await subscription.unsubscribe()
 
 
 async def _heard(engine: Engine, nodes: set[str]) -> set[str]:
