@@ -417,6 +417,11 @@ def test_the_service_is_started_told_about_and_stopped(short_tmp: Path) -> None:
     try:
         assert dsec_says("up", "--detach").returncode == 0
         assert dsec_says("run", "--backend", "fake", "--", "echo", "hi").stdout == "hi\n"
+        assert dsec_says("create", "--backend", "fake", "--name", "stays").returncode == 0
+        mistaken = dsec_says("rm", "stays", "mistyped")
+        assert "nothing was destroyed" in mistaken.stderr
+        stopped = json.loads(dsec_says("down", "--json").stdout)
+        assert (stopped["sandboxes"], stopped["destroyed"]) == (1, 0)
     finally:
         assert dsec_says("down").returncode == 0
     assert dsec_says("down").returncode == 0

@@ -142,4 +142,5 @@ def test_a_compose_file_becomes_a_group(service: RunningService, tmp_path: Path,
         with client.groups.create({"web": FAKE}, name=name):
             assert "running" in cli("show", name).stdout
             cli("down", name)
+        assert "dsec group ls" in cli("show", name, status=125).stderr
         assert client.list(job=name) == []

@@ -86,6 +86,26 @@ def test_what_is_unknown_or_wrong_is_an_error(tmp_path: Path, text: str) -> None
         load_config({"api.insecure": None}, {}, file=written(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('[log]\nlevel = "loud"', ["log.level"]),
+        ('[container]\ndisk = "floppy"', ["container.disk"]),
+        ("[node.idle]\nsleep_s = 3\npause_s = 50", ["node.idle.sleep_s", "node.idle.pause_s"]),
+        ('[api]\nlisten = "nowhere"', []),
+    ],
+)
+def test_what_is_wrong_is_told_with_where_it_was_set(tmp_path: Path, text: str, named: list[str]) -> None:
+    file = written(tmp_path, text)
+
+    with pytest.raises(InvalidArgumentError) as raised:
+        load_config({}, BASE, file=file)
+
+    said = raised.value.message
+    assert str(file) in said
+    assert all(f"{name} (from {file})" in said for name in named)
+
+
 def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
     for flags, environ, file in (({}, BASE, tmp_path / "a"), ({}, {**BASE, "DSEC_CONFIG": str(tmp_path / "a")}, None)):
         with pytest.raises(InvalidArgumentError, match="there is no configuration"):

@@ -173,5 +173,5 @@ def _sum_of(asked: GroupRequest) -> CreateRequest:
 def group_row(row: JobRow) -> JobRow:
     """Raises NotFoundError for a job that is no group."""
     if row.group is None:
-        raise NotFoundError(f"there is no group {row.name!r}", hint="it is a job")
+        raise NotFoundError(f"there is no group {row.name!r}", hint="it is a job, with which `dsec job` deals")
     return row

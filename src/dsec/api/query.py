@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.limits import QUERY_ITEMS_MAX
-from dsec.core.spec import check_path
+from dsec.core.spec import check_path, shown_path
 
 _ESCAPE: Final = re.compile(rb"%([0-9A-Fa-f]{2})?")
 _NUMBER_DIGITS_MAX: Final = 19
@@ -133,7 +133,7 @@ def _text(param: Param, value: bytes) -> str:
 def _path(param: Param, value: bytes) -> bytes:
     path = check_path(value, param.name)
     if not path.startswith(b"/"):
-        raise InvalidArgumentError(f"{param.name} must be absolute, and is {path[:80]!r}")
+        raise InvalidArgumentError(f"{param.name} must be absolute, and is {shown_path(path)}")
     return path
 
 

@@ -171,7 +171,7 @@ def ls(
             (
                 i.id,
                 i.name or "",
-                i.state if i.cause is None else f"{i.state} ({i.cause})",
+                _state(i),
                 i.environment,
                 i.job or "",
                 age(now - i.created_at),
@@ -183,6 +183,11 @@ def ls(
         table(("ID", "NAME", "STATE", "ENVIRONMENT", "JOB", "AGE", "EXECS", "LABELS"), rows)
 
     run_async(work())
+
+
+def _state(info: SandboxInfo) -> str:
+    more = info.cause or ("asleep" if info.asleep else None)
+    return info.state if more is None else f"{info.state} ({more})"
 
 
 _Some = Annotated[list[str], typer.Argument(metavar="SANDBOX…", help="Ids or names.", autocompletion=complete_sandbox)]
@@ -224,12 +229,18 @@ def rm(
     json: Json = False,
 ) -> None:
     """Destroy sandboxes: by id or name, all that have labels, or all."""
+    from dsec.core.errors import NotFoundError
+
     if not sandboxes and not label and not all:
         raise typer.BadParameter("name a sandbox, or use --label or --all")
 
     async def work() -> None:
         async with client() as c:
-            ids = [await find_id(c, name) for name in sandboxes or []]
+            try:
+                ids = [await find_id(c, name) for name in sandboxes or []]
+            except NotFoundError:
+                complain("nothing was destroyed")
+                raise
             if label or all:
                 ids += [s.id for s in await c.list(labels=parse_pairs(label, "label"))]
             for id in dict.fromkeys(ids):

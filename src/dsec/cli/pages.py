@@ -104,7 +104,10 @@ PAGES: Final[dict[str, Page]] = {
     "explain": Page(
         "The same checks as of `dsec create`, without one: policies and caps of the project and of those above, then "
         "each node, with how full it is and why it would refuse.",
-        (("dsec explain --memory 64GiB", "why does it not fit"), ("dsec explain --label zone=a", "which nodes could")),
+        (
+            ("dsec explain --memory 64GiB", "would it fit"),
+            ("dsec explain --label zone=a", "which nodes could"),
+        ),
         "an Explanation record",
         {1: "it would be refused"},
     ),
@@ -247,7 +250,8 @@ PAGES: Final[dict[str, Page]] = {
         f"a list of {_SANDBOX.removeprefix('a ')}s",
     ),
     "rm": Page(
-        "All that runs in it is killed, and its files are removed. One that has ended already is fine.",
+        "All that runs in it is killed, and its files are removed. One that has ended already is fine. By a "
+        "name that nothing has, nothing is destroyed.",
         (("dsec rm box", "by name"), ("dsec rm --label run=7", "by label"), ("dsec rm --all", "every one of yours")),
         "destroyed: a list of ids",
     ),

@@ -220,7 +220,9 @@ def _within(what: str, value: Any, low: float, high: float, unit: str) -> None:
     if not low <= value <= high:
         if unit == "bytes":
             shown = f"{format_size(int(low))} and {format_size(int(high))}, and is {format_size(int(value))}"
-            raise LimitError(f"{what} must be between {shown}", hint='write it as "512MiB" or "2GiB"')
+            raise LimitError(
+                f"{what} must be between {shown}", hint='a size is a number of bytes, or text such as "512MiB"'
+            )
         bounds = f"{format_number(low)} and {format_number(high)}"
         raise LimitError(f"{what} must be between {bounds} {unit}, and is {format_number(value)}")
 
@@ -298,6 +300,11 @@ def check_labels(labels: dict[str, str]) -> None:
             raise LimitError(f"label key {key[:40]!r} must be 1 to {limits.LABEL_KEY_BYTES_MAX} bytes")
         if len(value.encode()) > limits.LABEL_VALUE_BYTES_MAX:
             raise LimitError(f"label {key!r} must be at most {limits.LABEL_VALUE_BYTES_MAX} bytes")
+
+
+def shown_path(path: bytes) -> str:
+    """As a message shows it: quoted, on one line, and not longer than a line."""
+    return repr(path[:80].decode("utf-8", "backslashreplace"))
 
 
 def check_path(path: str | bytes, what: str = "path") -> bytes:

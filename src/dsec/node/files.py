@@ -8,7 +8,7 @@ from typing import Any, Final
 from dsec.agent.client import AgentClient
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LimitError, ProtocolError
-from dsec.core.spec import check_path
+from dsec.core.spec import check_path, shown_path
 from dsec.wire import agent, records
 from dsec.wire.codec import unpack
 from dsec.wire.node import AGENT_ARGS, Done, FileCall, Method
@@ -123,7 +123,7 @@ def shown(raw: bytes) -> tuple[str, bytes | None]:
 def _check_path(what: str, value: bytes, *, relative: bool) -> None:
     check_path(value, what)
     if not relative and not value.startswith(b"/"):
-        raise InvalidArgumentError(f"{what} must be absolute, and is {value[:80]!r}")
+        raise InvalidArgumentError(f"{what} must be absolute, and is {shown_path(value)}")
 
 
 def _check_number(what: str, value: int | None, low: int, high: int) -> None:

@@ -87,7 +87,7 @@ _MEANING: Final = {
     "block devices": ("optional", "nothing: disks of machines from stores are read by the same front end as the rest"),
     "Debian packages": ("optional", "`dsec env build --debian` does not work; tar, directory and OCI do"),
     "Dockerfiles": ("optional", "`dsec env build --dockerfile` does not work; images of registries and archives do"),
-    "KVM": ("optional", "nothing yet: virtual machines are not built in"),
+    "KVM": ("optional", "virtual machines are emulated, which is slow and a lesser boundary"),
 }
 
 
@@ -356,4 +356,4 @@ def _kvm() -> Finding:
         return Finding(what="KVM", status=DEGRADED, detail=f"it opens but does not work: {error.strerror}")
     finally:
         os.close(kvm)
-    return Finding(what="KVM", status=OK, detail=f"API {version}; a machine could be made, not yet run")
+    return Finding(what="KVM", status=OK, detail=f"API {version}; whether guests run on it is tried by the substrates")

@@ -77,11 +77,15 @@ def _up(options: argparse.Namespace, given: list[str], pipe: int | None) -> int:
     return run_up(config, ready=ready, to_file=pipe is not None)
 
 
+def _sandboxes(count: int) -> str:
+    return f"{count} sandbox{'' if count == 1 else 'es'}"
+
+
 def _down(options: argparse.Namespace) -> int:
     from dsec.serve.config import load_config
     from dsec.serve.down import stop_service
     from dsec.serve.lock import holder_of
-    from dsec.serve.retire import destroy_all, retire_launcher
+    from dsec.serve.retire import count_all, destroy_all, retire_launcher
 
     config = load_config(_flags(options), os.environ, file=options.config)
     run_dir = Path(config.run_dir)
@@ -89,14 +93,16 @@ def _down(options: argparse.Namespace) -> int:
         raise UnavailableError("nothing runs that could destroy sandboxes", hint="start it first: dsec up --detach")
     destroyed = destroy_all(config.socket) if options.destroy else 0
     if options.destroy:
-        _say(options, f"{destroyed} sandboxes destroyed")
+        _say(options, f"{_sandboxes(destroyed)} destroyed")
+    left = None if holder_of(run_dir) is None else count_all(config.socket)
     pid = stop_service(run_dir, timeout_s=options.timeout)
     _say(options, f"process {pid} has ended" if pid else f"nothing runs on {run_dir}")
     held = asyncio.run(retire_launcher(run_dir, force=options.launcher))
-    if held:
-        _say(options, f"{held} sandboxes run on; `dsec up` takes them over")
+    left = held if left is None else left  # the launcher has none of the machines
+    if left:
+        _say(options, f"left as before: {_sandboxes(left)}; `dsec up` takes over")
     if options.json:
-        _put({"pid": pid, "destroyed": destroyed, "sandboxes": held})
+        _put({"pid": pid, "destroyed": destroyed, "sandboxes": left})
     return 0
 
 

@@ -100,12 +100,12 @@ class WarmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class IdleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`dsec.node.config` says what each is for."""
+    """What becomes of sandboxes that nobody uses, each after so many seconds without use. Use brings them back."""
 
-    pause_s: float = 0.0
-    page_out_s: float = 0.0
-    sleep_s: float = 0.0
-    resume_wait_s: float = 10.0
+    pause_s: float = 0.0  # it is paused; 0: nor does the rest happen
+    page_out_s: float = 0.0  # its memory goes to swap, where the host has any (machines); 0: not
+    sleep_s: float = 0.0  # its memory goes to the disk, as in a deep pause (machines); 0: not
+    resume_wait_s: float = 10.0  # for memory, of what has given its own back; then a resume fails
 
     def config(self) -> IdleConfig:
         return IdleConfig(self.pause_s, self.page_out_s, self.sleep_s, self.resume_wait_s)
@@ -185,7 +185,7 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
     id_dir: str = "/run/dsec/ids"
     cgroup_parent: str = "dsec"
-    disk: str = "auto"
+    disk: str = "auto"  # how a limit on the disk is enforced: "project", "image", "tmpfs", "directory" (not at all)
     shm_bytes: int | str = 64 * limits.MIB  # size of /dev/shm in a sandbox
     light_from: int = 64  # sandboxes there are, from which on new ones get network and terminals when first used
     pids_kept_for_host: int = 4096  # of the kernel's, which sandboxes together leave to others
@@ -214,9 +214,7 @@ class MicrovmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     firecracker: str = "firecracker"  # a name in PATH, or a path
     memory: str = "mapped"  # of clones under Firecracker: "mapped" from the template, "served" page by page
     qemu: str = "qemu-system-x86_64"  # a name in PATH, or a path
-    accelerator: str = (
-        "auto"  # "kvm", "tcg" (emulated: slow, and no boundary of the same quality), "auto": kvm if it works
-    )
+    accelerator: str = "auto"  # "kvm", "tcg" (emulated: slow, a lesser boundary), "auto": kvm if it works
     kernel: str = "linux-image-6.12-cloud-amd64"  # Debian package that the guests' kernel comes from
     disk_bytes: int | str = 10 * limits.GIB  # of a sandbox that asks for no other; only what is written takes room
     templates_max: int = 16  # kept; those that were not used for longest go

@@ -12,10 +12,11 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 from dsec.backends.container.launcher import Launcher, LauncherRefusal
 from dsec.binaries import find_binary
-from dsec.core.errors import HostError, PlatformError, UnavailableError
+from dsec.core.errors import DsecError, HostError, PlatformError, UnavailableError
 from dsec.core.ids import parse_sandbox_id
 from dsec.storage.loader import Loader
 from dsec.wire.codec import from_json
@@ -34,6 +35,19 @@ def destroy_all(api_socket: Path) -> int:
             _call(api_socket, "DELETE", f"/v1/sandboxes/{parse_sandbox_id(id)}")
         ended += len(ids)
     return ended
+
+
+def count_all(api_socket: Path) -> int | None:
+    """How many sandboxes there are, of every substrate. None: the service does not say."""
+    count, after = 0, ""
+    with suppress(DsecError):
+        while True:
+            page = _call(api_socket, "GET", f"/v1/sandboxes?limit=1000{after}")
+            count += len(page.sandboxes)
+            if page.next is None:
+                return count
+            after = f"&cursor={quote(page.next, safe='')}"
+    return None
 
 
 async def retire_launcher(run_dir: Path, *, force: bool = False) -> int:

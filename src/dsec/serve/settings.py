@@ -47,7 +47,7 @@ def in_place(error: InvalidArgumentError, origins: Mapping[str, str]) -> Invalid
     text = error.message.removeprefix("the configuration is wrong: ")
     found = _PLACE.search(text)
     if found is None:
-        return InvalidArgumentError(text, hint=error.hint)
+        return InvalidArgumentError(_sources(f"{text} {error.hint or ''}", origins) + text, hint=error.hint)
     name = found["name"]
     text = _PLACE.sub("", text)
     hint = error.hint or _HINT
@@ -57,4 +57,13 @@ def in_place(error: InvalidArgumentError, origins: Mapping[str, str]) -> Invalid
     return InvalidArgumentError(f"{name}{f' (from {origin})' if origin else ''}: {text}", hint=hint)
 
 
+def _sources(said: str, origins: Mapping[str, str]) -> str:
+    """Where the settings were set that a text is about, by their names in it; where any were, if it names none."""
+    words = set(re.findall(r"\w+", said))
+    named = [f"{name} (from {origin})" for name, origin in origins.items() if name.rpartition(".")[2] in words]
+    told = named[:_SOURCES_MAX] or sorted(set(origins.values()))[:_SOURCES_MAX]
+    return f"{', '.join(told)}: " if told else ""
+
+
+_SOURCES_MAX: Final = 4
 _HINT: Final = "docs/reference/configuration.md says what each setting takes"

@@ -68,7 +68,7 @@ def yaml_tree(text: str, what: str) -> Any:
         import yaml
     except ImportError as error:
         raise UnsupportedError(
-            f"reading {what} needs the package PyYAML", hint="pip install 'dsec[compose]', or pip install pyyaml"
+            f"reading {what} needs the package PyYAML", hint="pip install pyyaml, where dsec is installed"
         ) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]

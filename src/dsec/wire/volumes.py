@@ -21,7 +21,10 @@ class VolumeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         parse_name(self.name, "volume name")
         size = self.size_bytes
         if size is not None and not limits.VOLUME_BYTES_MIN <= size <= limits.DISK_BYTES_MAX:
-            raise LimitError("the size of a volume must be between 16MiB and 64TiB", hint='write it as "10GiB"')
+            raise LimitError(
+                "the size of a volume must be between 16MiB and 64TiB",
+                hint='a size is a number of bytes, or text such as "10GiB"',
+            )
         for what, id in (("uid", self.uid), ("gid", self.gid)):
             if not 0 <= id <= limits.IMAGE_ID_MAX:
                 raise InvalidArgumentError(f"{what} must be between 0 and {limits.IMAGE_ID_MAX}")

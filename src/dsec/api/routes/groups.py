@@ -10,6 +10,7 @@ from dsec.api.groups import group_row, start_group, stop_group
 from dsec.api.query import Kind, Param
 from dsec.api.request import CALL_TIMEOUT_S, Answer, Request
 from dsec.api.routing import Route
+from dsec.core.errors import NotFoundError
 from dsec.core.ids import parse_name
 from dsec.core.limits import LIST_PAGE_DEFAULT, LIST_PAGE_MAX
 from dsec.core.states import SandboxState
@@ -42,12 +43,12 @@ def _cursor(row: JobRow) -> str:
 
 
 async def get_group(request: Request) -> Answer:
-    row = group_row(await request.services.jobs.get(request.caller.project, _name(request)))
+    row = await _group(request)
     return Answer(to_json(await _shown(request, row)))
 
 
 async def remove_group(request: Request) -> Answer:
-    row = group_row(await request.services.jobs.get(request.caller.project, _name(request)))
+    row = await _group(request)
     failed = await asyncio.shield(request.services.keeper.start(stop_group(request, row)))
     return Answer(to_json(GroupDown(failed=failed)))
 
@@ -60,8 +61,13 @@ async def _shown(request: Request, row: JobRow) -> GroupInfo:
     return msgspec.structs.replace(group_of(row), sandboxes=found, missing=page.missing)
 
 
-def _name(request: Request) -> str:
-    return parse_name(request.segment("name"), "group name")
+async def _group(request: Request) -> JobRow:
+    name = parse_name(request.segment("name"), "group name")
+    try:
+        row = await request.services.jobs.get(request.caller.project, name)
+    except NotFoundError:
+        raise NotFoundError(f"there is no group {name!r}", hint="`dsec group ls` shows them") from None
+    return group_row(row)
 
 
 _ONE = "/v1/groups/{name}"

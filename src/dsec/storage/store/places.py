@@ -321,7 +321,7 @@ class BucketPlace:
             import boto3
             from botocore.config import Config
         except ImportError as error:
-            raise UnsupportedError("S3 stores need boto3", hint="pip install 'dsec[s3]'") from error
+            raise UnsupportedError("S3 stores need boto3", hint="pip install boto3, where dsec is installed") from error
         self._session: Any = boto3.Session()
         # URLs would be signed by the second version otherwise, which servers and younger regions refuse.
         self._client: Any = self._session.client("s3", config=Config(signature_version="s3v4"))
