@@ -19,6 +19,7 @@ from dsec.api.request import Services
 from dsec.api.routes import ROUTES
 from dsec.api.routing import RouteTable
 from dsec.api.server import HttpServer, TcpAddress
+from dsec.backends.fake.backend import FakeBackend
 from dsec.cluster.embedded.database import Database
 from dsec.cluster.embedded.registry import EmbeddedRegistry
 from dsec.cluster.fleet import OneNode
@@ -27,9 +28,14 @@ from dsec.cluster.jobs.table import Jobs
 from dsec.cluster.rpc import EmbeddedRpc
 from dsec.core.clock import SystemClock
 from dsec.core.ids import NodeId
+from dsec.core.spec import Substrate
 from dsec.iam.peers import Peer, local_principal
 from dsec.iam.principals import highest_right
 from dsec.iam.service import Iam
+from dsec.node.config import NodeConfig
+from dsec.node.node import Node
+from dsec.node.service import Service
+from dsec.serve.imagined import ImaginedEnvironments
 from dsec.wire.node import NodeService
 
 ADMIN = local_principal(Peer(pid=1, uid=0, gid=0))
@@ -106,3 +112,22 @@ async def until(condition: Callable[[], Any], *, deadline_s: float = 60.0) -> No
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110  any condition, not only those that tell
             await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def serve_fake(directory: Path, backend: FakeBackend | None = None, **settings: Any) -> AsyncIterator[Served]:
+    """Over a node of its own with imagined sandboxes; `settings` are of its NodeConfig."""
+    found = FakeBackend() if backend is None else backend
+    node = Node(
+        NodeConfig(
+            state_dir=directory / "s", run_dir=directory / "r", substrates=frozenset({Substrate.FAKE}), **settings
+        ),
+        make_backends=lambda _: {Substrate.FAKE: found},
+        environments=ImaginedEnvironments(),
+    )
+    await node.start()
+    try:
+        async with serve(Service(node), node.id, directory) as served:
+            yield served
+    finally:
+        await node.close()

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 
 from dsec.api.routes import ROUTES
-from dsec.backends.fake.backend import FakeBackend
-from dsec.core.spec import Substrate
-from dsec.node.config import NodeConfig
-from dsec.node.node import Node
-from dsec.node.service import Service
-from dsec.serve.imagined import ImaginedEnvironments
-from tests.contract.served import Served, serve
+from tests.contract.served import Served, serve_fake
 
 SPEC: dict[str, Any] = {"environment": {"base": "base"}, "substrate": "fake", "memory_bytes": 64 << 20}
 Headers = dict[str, str]
@@ -24,17 +18,8 @@ Headers = dict[str, str]
 
 @pytest.fixture
 async def api(short_tmp: Path) -> AsyncIterator[Served]:
-    node = Node(
-        NodeConfig(state_dir=short_tmp / "s", run_dir=short_tmp / "r", substrates=frozenset({Substrate.FAKE})),
-        make_backends=lambda _: {Substrate.FAKE: FakeBackend()},
-        environments=ImaginedEnvironments(),
-    )
-    await node.start()
-    try:
-        async with serve(Service(node), node.id, short_tmp) as served:
-            yield served
-    finally:
-        await node.close()
+    async with serve_fake(short_tmp) as served:
+        yield served
 
 
 async def ask(

@@ -18,13 +18,8 @@ import pytest
 from dsec.backends.fake.backend import FakeBackend
 from dsec.core.errors import CapacityError
 from dsec.core.ids import new_exec_id
-from dsec.core.spec import Substrate
-from dsec.node.config import NodeConfig
-from dsec.node.node import Node
-from dsec.node.service import Service
-from dsec.serve.imagined import ImaginedEnvironments
 from dsec.wire.frames import FrameDecoder, FrameType, data_of, encode_data, encode_frame
-from tests.contract.served import Served, serve, until
+from tests.contract.served import Served, serve_fake, until
 
 SPEC = {"environment": {"base": "base"}, "substrate": "fake"}
 
@@ -32,21 +27,12 @@ SPEC = {"environment": {"base": "base"}, "substrate": "fake"}
 @pytest.fixture
 async def api(short_tmp: Path) -> AsyncIterator[Served]:
     backend = FakeBackend()
-    node = Node(
-        NodeConfig(state_dir=short_tmp / "s", run_dir=short_tmp / "r", substrates=frozenset({Substrate.FAKE})),
-        make_backends=lambda _: {Substrate.FAKE: backend},
-        environments=ImaginedEnvironments(),
-    )
-    await node.start()
-    try:
-        async with serve(Service(node), node.id, short_tmp) as served:
-            yield served
-            for sandbox in (await call(served, "GET", "/v1/sandboxes"))["sandboxes"]:
-                await call(served, "DELETE", f"/v1/sandboxes/{sandbox['id']}")
-            await served.quiet()
-            assert backend.host.leftovers() == []
-    finally:
-        await node.close()
+    async with serve_fake(short_tmp, backend) as served:
+        yield served
+        for sandbox in (await call(served, "GET", "/v1/sandboxes"))["sandboxes"]:
+            await call(served, "DELETE", f"/v1/sandboxes/{sandbox['id']}")
+        await served.quiet()
+        assert backend.host.leftovers() == []
 
 
 async def call(

@@ -10,40 +10,20 @@ import pytest
 
 import dsec
 from dsec.api.explaining import cap_verdict, node_verdicts
-from dsec.backends.fake.backend import FakeBackend
-from dsec.core.spec import Environment, Place, SandboxSpec, Substrate
-from dsec.node.config import NodeConfig
-from dsec.node.node import Node
-from dsec.node.service import Service
-from dsec.serve.imagined import ImaginedEnvironments
+from dsec.core.spec import Environment, Place, SandboxSpec
 from dsec.wire.errors import ErrorBody
 from dsec.wire.iam import CapUse
 from dsec.wire.plans import CreatePlan, NodeFacts
 from tests.contract.sdk_service import RunningService
-from tests.contract.served import Served, serve
+from tests.contract.served import Served, serve_fake
 
 SPEC: dict[str, Any] = {"environment": {"base": "base"}, "substrate": "fake", "memory_bytes": 64 << 20}
 
 
 @pytest.fixture
 async def api(short_tmp: Path) -> AsyncIterator[Served]:
-    node = Node(
-        NodeConfig(
-            state_dir=short_tmp / "s",
-            run_dir=short_tmp / "r",
-            substrates=frozenset({Substrate.FAKE}),
-            sandboxes_max=2,
-            labels={"zone": "a"},
-        ),
-        make_backends=lambda _: {Substrate.FAKE: FakeBackend()},
-        environments=ImaginedEnvironments(),
-    )
-    await node.start()
-    try:
-        async with serve(Service(node), node.id, short_tmp) as served:
-            yield served
-    finally:
-        await node.close()
+    async with serve_fake(short_tmp, sandboxes_max=2, labels={"zone": "a"}) as served:
+        yield served
 
 
 async def ask(api: Served, path: str, body: Any, by: dict[str, str], *, status: int = 200) -> Any:

@@ -12,16 +12,11 @@ import pytest
 
 from dsec.api import openstreams
 from dsec.api.openstreams import OpenStreams
-from dsec.backends.fake.backend import FakeBackend
 from dsec.core.errors import CapacityError
-from dsec.core.spec import Substrate
-from dsec.node.config import NodeConfig
 from dsec.node.node import Node
-from dsec.node.service import Service
 from dsec.node.volumes import Volumes
-from dsec.serve.imagined import ImaginedEnvironments
 from dsec.wire.volumes import VolumeRequest
-from tests.contract.served import Served, serve, until
+from tests.contract.served import Served, serve_fake, until
 
 SPEC: dict[str, Any] = {"environment": {"base": "base"}, "substrate": "fake", "memory_bytes": 64 << 20}
 PATHS = ("/team", "/team/run", "/other")
@@ -31,17 +26,8 @@ STEPS = 100
 
 @pytest.fixture
 async def api(short_tmp: Path) -> AsyncIterator[Served]:
-    node = Node(
-        NodeConfig(state_dir=short_tmp / "s", run_dir=short_tmp / "r", substrates=frozenset({Substrate.FAKE})),
-        make_backends=lambda _: {Substrate.FAKE: FakeBackend()},
-        environments=ImaginedEnvironments(),
-    )
-    await node.start()
-    try:
-        async with serve(Service(node), node.id, short_tmp) as served:
-            yield served
-    finally:
-        await node.close()
+    async with serve_fake(short_tmp) as served:
+        yield served
 
 
 @dataclass
