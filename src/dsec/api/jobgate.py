@@ -36,7 +36,8 @@ async def entered(jobs: Jobs, body: CreateRequest, caller: Caller) -> tuple[Crea
     name = body.spec.job
     if name is None:
         return _with_id(body, None), None
-    row = jobs.known(caller.project, name) or await jobs.get(caller.project, name)
+    # What is known here may be of the job before this one of the name, which another replica has made.
+    row = await jobs.get(caller.project, name)
     if row.state is not JobState.RUNNING:
         raise _refused(row)
     return _with_id(body, row.id), row
@@ -44,8 +45,7 @@ async def entered(jobs: Jobs, body: CreateRequest, caller: Caller) -> tuple[Crea
 
 async def check_runs(jobs: Jobs, rpc: Rpc, row: JobRow, caller: Caller, sandbox: Sandbox) -> None:
     """Raises ConflictError when the job was stopped meanwhile: then the sandbox is gone."""
-    now = await _row_of(jobs, caller.project, row.name)
-    if now is None or now.id != row.id or now.state is JobState.STOPPED:
+    if not _goes_on(row, jobs.known(caller.project, row.name)) and not _goes_on(row, await _row_of(jobs, row)):
         # Its stop may have been carried out before the sandbox was there.
         id = parse_sandbox_id(sandbox.id)
         await rpc.call(node_of(id), Method.DESTROY, pack(SandboxRef(id)), caller=caller, timeout_s=_DESTROY_S)
@@ -61,13 +61,14 @@ def _with_id(body: CreateRequest, id: str | None) -> CreateRequest:
     return msgspec.structs.replace(body, spec=msgspec.structs.replace(body.spec, job_id=id))
 
 
-async def _row_of(jobs: Jobs, project: str, name: str) -> JobRow | None:
+def _goes_on(row: JobRow, now: JobRow | None) -> bool:
+    return now is not None and now.id == row.id and now.state is not JobState.STOPPED
+
+
+async def _row_of(jobs: Jobs, row: JobRow) -> JobRow | None:
     """None: it was removed."""
-    known = jobs.known(project, name)
-    if known is not None:
-        return known
     try:
-        return await jobs.get(project, name)
+        return await jobs.get(row.project, row.name)
     except NotFoundError:
         return None
 
