@@ -239,7 +239,8 @@ def rm(
             try:
                 ids = [await find_id(c, name) for name in sandboxes or []]
             except NotFoundError:
-                complain("nothing was destroyed")
+                if len(sandboxes or ()) > 1:
+                    say("nothing was destroyed")
                 raise
             if label or all:
                 ids += [s.id for s in await c.list(labels=parse_pairs(label, "label"))]
