@@ -240,7 +240,7 @@ def test_down_leaves_sandboxes_running_and_with_destroy_leaves_nothing(place: Pl
 
         left = place.call("down")
         launcher = int((place.run / "launch.pid").read_text())
-        assert "1 sandboxes run on" in left.stderr
+        assert "left as before: 1 sandbox;" in left.stderr
         assert runs(launcher)
         assert place.call("up", "--detach").returncode == 0
     finally:
