@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from dsec.backends.vm.firecracker import find_firecracker
 from dsec.backends.vm.firecracker_driver import FirecrackerDriver
 from dsec.backends.vm.firecracker_machine import FirecrackerMachine
 from dsec.backends.vm.machine import Shape
@@ -15,10 +16,17 @@ from dsec.backends.vm.monitor import Confines, MonitorProcess
 from dsec.backends.vm.templates import Template
 from dsec.core.limits import MIB
 from dsec.testing.waiting import eventually
-from tests.firecracker import GuestMemory
+from tests.firecracker import GuestMemory, Programs, tiny_kernel
 
 UID = 1_987_600
 SHAPE = Shape(processors=1, memory_bytes=64 * MIB, disk_bytes=16 * MIB, pids=64, layers=())
+
+
+def driver_in(directory: Path, found: Programs) -> FirecrackerDriver:
+    """With a guest that needs no more than a processor, in an empty directory."""
+    (directory / "kernel").write_bytes(tiny_kernel())
+    (directory / "initramfs").write_bytes(b"")
+    return FirecrackerDriver(find_firecracker(str(found.firecracker)), directory / "kernel", directory / "initramfs")
 
 
 class Site:

@@ -36,7 +36,7 @@ from dsec.testing.launchers import remove_cgroups
 from dsec.testing.leaks import Watched, take_snapshot, wait_for_no_leaks
 from dsec.testing.waiting import eventually
 from dsec.wire.jail import JailBind
-from tests.contract.firecracker_site import SHAPE, UID, Site, pids_of, programs_of, readable, served_as
+from tests.contract.firecracker_site import SHAPE, UID, Site, driver_in, pids_of, programs_of, readable, served_as
 from tests.firecracker import GuestMemory, Programs, programs, tiny_kernel
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
@@ -49,9 +49,7 @@ def found(request: pytest.FixtureRequest) -> Programs:
 
 @pytest.fixture
 def driver(found: Programs, tmp_path: Path) -> FirecrackerDriver:
-    (tmp_path / "kernel").write_bytes(tiny_kernel())
-    (tmp_path / "initramfs").write_bytes(b"")
-    return FirecrackerDriver(find_firecracker(str(found.firecracker)), tmp_path / "kernel", tmp_path / "initramfs")
+    return driver_in(tmp_path, found)
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from dsec.backends.microvm import monitors
 from dsec.backends.microvm.backend import MicrovmBackend
 from dsec.backends.microvm.config import MicrovmConfig
 from dsec.backends.vm.capture import Source
-from dsec.backends.vm.firecracker import find_firecracker
 from dsec.backends.vm.firecracker_capture import FirecrackerCapture
 from dsec.backends.vm.firecracker_driver import FirecrackerDriver
 from dsec.backends.vm.firecracker_machine import FirecrackerMachine
@@ -35,7 +34,7 @@ from dsec.testing.hosts import Intents, instance_spec
 from dsec.testing.launchers import remove_cgroups
 from dsec.testing.leaks import Watched, take_snapshot, wait_for_no_leaks
 from dsec.testing.waiting import eventually
-from tests.contract.firecracker_site import SHAPE, UID, Site, programs_of, readable, served_as
+from tests.contract.firecracker_site import SHAPE, UID, Site, driver_in, programs_of, readable, served_as
 from tests.firecracker import GuestMemory, Programs, programs, tiny_kernel
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
@@ -50,9 +49,7 @@ def found(request: pytest.FixtureRequest) -> Programs:
 
 @pytest.fixture
 def driver(found: Programs, tmp_path: Path) -> FirecrackerDriver:
-    (tmp_path / "kernel").write_bytes(tiny_kernel())
-    (tmp_path / "initramfs").write_bytes(b"")
-    return FirecrackerDriver(find_firecracker(str(found.firecracker)), tmp_path / "kernel", tmp_path / "initramfs")
+    return driver_in(tmp_path, found)
 
 
 @pytest.fixture

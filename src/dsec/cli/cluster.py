@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -147,57 +148,32 @@ def nodes(join: Join = None, identity: Identity = None, config: Config = None, j
     _operate("nodes", [], join, identity, config)
 
 
-def cordon(
-    node: Node,
-    note: Note = "",
-    join: Join = None,
-    identity: Identity = None,
-    config: Config = None,
-    json: Json = False,
-) -> None:
-    """Give a node nothing new. What is there stays."""
-    _operate("cordon", [node, "--note", note], join, identity, config)
+def _ruled(operation: str, help: str) -> Callable[..., None]:
+    """The command of an operation on one node that takes a note."""
+
+    def rule(
+        node: Node,
+        note: Note = "",
+        join: Join = None,
+        identity: Identity = None,
+        config: Config = None,
+        json: Json = False,
+    ) -> None:
+        _operate(operation, [node, "--note", note], join, identity, config)
+
+    rule.__name__, rule.__doc__ = operation, help
+    return rule
 
 
-def drain(
-    node: Node,
-    note: Note = "",
-    join: Join = None,
-    identity: Identity = None,
-    config: Config = None,
-    json: Json = False,
-) -> None:
-    """Give a node nothing new, as it is to become empty."""
-    _operate("drain", [node, "--note", note], join, identity, config)
+cordon = _ruled("cordon", "Give a node nothing new. What is there stays.")
+drain = _ruled("drain", "Give a node nothing new, as it is to become empty.")
+retire = _ruled("retire", "Say that a node has left for good. Its id is never good again.")
+remove = _ruled("remove", "Retire a node that is drained and empty.")
 
 
 def serve(node: Node, join: Join = None, identity: Identity = None, config: Config = None, json: Json = False) -> None:
     """Let a node take new sandboxes again."""
     _operate("serve", [node], join, identity, config)
-
-
-def retire(
-    node: Node,
-    note: Note = "",
-    join: Join = None,
-    identity: Identity = None,
-    config: Config = None,
-    json: Json = False,
-) -> None:
-    """Say that a node has left for good. Its id is never good again."""
-    _operate("retire", [node, "--note", note], join, identity, config)
-
-
-def remove(
-    node: Node,
-    note: Note = "",
-    join: Join = None,
-    identity: Identity = None,
-    config: Config = None,
-    json: Json = False,
-) -> None:
-    """Retire a node that is drained and empty."""
-    _operate("remove", [node, "--note", note], join, identity, config)
 
 
 def _operate(

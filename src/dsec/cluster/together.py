@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -48,25 +49,18 @@ class Together:
         await _Group(self._fleet, request, caller, keys, timeout_s, patience, told).run()
 
 
+@dataclass
 class _Group:
-    def __init__(
-        self,
-        fleet: ManyNodes,
-        request: CreateRequest,
-        caller: Caller,
-        keys: Sequence[str],
-        timeout_s: float,
-        patience: Callable[[], Patience | None],
-        told: Told,
-    ) -> None:
-        self._fleet = fleet
-        self._request = request
-        self._caller = caller
-        self._keys = keys
-        self._timeout_s = timeout_s
-        self._until = fleet.clock.monotonic_s() + timeout_s
-        self._patience = patience
-        self._told = told
+    _fleet: ManyNodes
+    _request: CreateRequest
+    _caller: Caller
+    _keys: Sequence[str]
+    _timeout_s: float
+    _patience: Callable[[], Patience | None]
+    _told: Told
+
+    def __post_init__(self) -> None:
+        self._until = self._fleet.clock.monotonic_s() + self._timeout_s
 
     async def run(self) -> None:
         parts: list[tuple[NodeId, range]] = []
