@@ -10,11 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsec.backends.base import Instance, InstanceSpec, Intend, Layer
-from dsec.backends.fake.backend import FakeBackend
-from dsec.backends.fake.host import FakeHost
-from dsec.backends.fake.instance import FakeInstance
-from dsec.core.errors import InvalidArgumentError, ResumeNoMemoryError, StorageError
+from dsec.core.errors import CapacityError, GoneError, InvalidArgumentError, ResumeNoMemoryError
 from dsec.core.ids import SandboxId
 from dsec.core.limits import MIB
 from dsec.core.rungs import Rung
@@ -27,74 +23,10 @@ from dsec.wire import agent, records
 from dsec.wire.codec import unpack
 from dsec.wire.events import EventLine, EventQuery
 from dsec.wire.node import Method
+from tests.drowsy import DrowsyBackend
 from tests.node_calls import create, file, get, start
 
 LADDER = IdleConfig(pause_s=60.0, page_out_s=120.0, sleep_s=600.0)
-
-
-class Drowsy(FakeInstance):
-    """As a machine: its memory can go to swap and to the disk."""
-
-    __slots__ = ("_backend",)
-
-    def __init__(self, backend: DrowsyBackend, of: FakeInstance) -> None:
-        super().__init__(backend.host, of.sandbox, of.record, backend.capabilities)
-        self._backend = backend
-
-    def give_back(self) -> bool:
-        self._backend.given_back.add(self.id)
-        return True
-
-    @property
-    def gave_back(self) -> bool:
-        return self.id in self._backend.given_back
-
-    @property
-    def can_sleep(self) -> bool:
-        return True
-
-    @property
-    def asleep(self) -> bool:
-        return self.id in self._backend.asleep
-
-    async def save(self) -> None:
-        if self._backend.full:
-            raise StorageError("the disk is full")
-        self._backend.asleep.add(self.id)
-
-    async def stay(self) -> None:
-        self._backend.asleep.discard(self.id)
-
-    async def sleep(self) -> None:
-        self._backend.given_back.discard(self.id)
-
-    async def wake(self, layers: tuple[Layer, ...]) -> None:
-        self._backend.asleep.discard(self.id)
-
-    async def sleep_on(self) -> None:
-        self._backend.asleep.add(self.id)
-
-    async def resume(self) -> None:
-        await super().resume()
-        self._backend.given_back.discard(self.id)
-
-
-class DrowsyBackend(FakeBackend):
-    def __init__(self, host: FakeHost | None = None) -> None:
-        super().__init__(host)
-        self.asleep: set[str] = set()
-        self.given_back: set[str] = set()
-        self.full = False
-
-    async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> Instance:
-        return self._drowsy(await super().create(instance, intend=intend, deadline_s=deadline_s))
-
-    async def adopt(self, id: SandboxId, record: bytes) -> Instance:
-        return self._drowsy(await super().adopt(id, record))
-
-    def _drowsy(self, made: Instance) -> Instance:
-        assert isinstance(made, FakeInstance)
-        return Drowsy(self, made)
 
 
 @asynccontextmanager
@@ -317,7 +249,7 @@ async def test_what_comes_back_waits_for_memory_and_fails_by_name_when_there_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 0
-    monkeypatch.setattr("dsec.node.pausing.memory_available_bytes", lambda: free)
+    monkeypatch.setattr("dsec.node.memoryqueue.memory_available_bytes", lambda: free)
     clock = ManualClock()
     async with drowsy_node(tmp_path, clock, IdleConfig(pause_s=60.0, sleep_s=90.0)) as (client, backend):
         client.node.config = replace(client.node.config, memory_available_bytes_min=MIB)
@@ -343,6 +275,59 @@ async def test_what_comes_back_waits_for_memory_and_fails_by_name_when_there_is_
         await passes(clock, asked.done)
         assert (await asked).out == b"back\n"
         assert not backend.asleep
+
+
+async def test_what_it_had_in_memory_is_what_it_needs_again_and_no_create_takes_it_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 20 * MIB
+    monkeypatch.setattr("dsec.node.memoryqueue.memory_available_bytes", lambda: free)
+    monkeypatch.setattr("dsec.node.node.memory_available_bytes", lambda: free)
+    clock, backend = ManualClock(), DrowsyBackend()
+    backend.memory_bytes = 15 * MIB
+    node = make_fake_node(tmp_path, clock=clock, sleep=clock.sleep, memory_available_bytes_min=10 * MIB)
+    node._make_backends = lambda _: {Substrate.FAKE: backend}
+    await node.start()
+    id = (await create(NodeClient(node))).id
+    await NodeClient(node).call(Method.PAUSE, records.PauseRequest(id, deep=True), records.Sandbox)
+    await crash(node)
+
+    node = make_fake_node(tmp_path, clock=clock, sleep=clock.sleep, memory_available_bytes_min=10 * MIB)
+    node._make_backends = lambda _: {Substrate.FAKE: backend}
+    await node.start()
+    client = NodeClient(node)
+    try:
+        await create(client)
+        asked = asyncio.create_task(start(client, id, "echo", "back"))
+        await eventually(lambda: len(node.memory) == 1)
+        with pytest.raises(CapacityError, match=r"5\.0 MiB of memory left"):
+            await create(client)
+
+        free = 25 * MIB
+        await passes(clock, asked.done)
+        assert (await asked).out == b"back\n"
+        await clock.advance(1)
+        await create(client)
+    finally:
+        await node.close()
+
+
+async def test_one_that_is_destroyed_while_it_waits_for_memory_is_gone_for_who_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec.node.memoryqueue.memory_available_bytes", lambda: 0)
+    clock = ManualClock()
+    async with drowsy_node(tmp_path, clock, IdleConfig()) as (client, _):
+        id = (await create(client)).id
+        await client.call(Method.PAUSE, records.PauseRequest(id, deep=True), records.Sandbox)
+        asked = asyncio.create_task(start(client, id, "true"))
+        await eventually(lambda: len(client.node.memory) == 1)
+
+        await client.call(Method.DESTROY, records.SandboxRef(id), records.Sandbox)
+
+        with pytest.raises(GoneError):
+            await asked
+        assert len(client.node.memory) == 0
 
 
 async def passes(clock: ManualClock, until: Callable[[], bool]) -> None:

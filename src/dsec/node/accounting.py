@@ -24,6 +24,11 @@ class UsageMeter:
         self._oom_kills_before = 0
         self._disk_full = False
 
+    @property
+    def memory_bytes(self) -> int:
+        """As it was last measured."""
+        return self._memory_bytes or 0
+
     def sample(self, usage: InstanceUsage, now: float) -> None:
         """`now` is monotonic."""
         if usage.cpu_s is not None:

@@ -44,6 +44,7 @@ from dsec.node.host import boot_id, memory_available_bytes, memory_total_bytes
 from dsec.node.jobs import NodeJobs
 from dsec.node.journal import Journal
 from dsec.node.links import NodeLinks
+from dsec.node.memoryqueue import MemoryQueue
 from dsec.node.reaper import Reaper
 from dsec.node.recordplace import RecordPlace
 from dsec.node.registry import Registry
@@ -118,6 +119,7 @@ class Node:
         self.forks: Forks
         self.rollbacks: Rollbacks
         self.jobs: NodeJobs
+        self.memory: MemoryQueue
         self.warm: WarmPool
         self.volumes: Volumes
         self.ended: EndedRecords
@@ -168,6 +170,9 @@ class Node:
             self.config.records_dir, bytes_max=self.config.records_bytes_max, has_room=self._has_room_for_records
         )
         self.jobs = NodeJobs(self.id, self.registry, self.clock.monotonic_s, lambda id: self.adoption.settled(id))
+        self.memory = MemoryQueue(
+            self.clock, self._sleep, self._tasks, lambda: self._services.config.memory_available_bytes_min
+        )
         self._services = Services(
             config=self.config,
             journal=self.journal,
@@ -183,6 +188,7 @@ class Node:
             volumes=self.volumes,
             links=NodeLinks(self.registry, self._tasks, self._sleep, is_paused=self.jobs.is_paused),
             jobs=self.jobs,
+            memory=self.memory,
         )
         self.backends = self._make_backends(self.journal.node_id)
         self.warm = WarmPool(self._services, self.backends.__getitem__, self.environments, self.room, boot)
@@ -231,6 +237,7 @@ class Node:
             return
         self._closed = True
         if hasattr(self, "_services"):
+            self.memory.close()
             await self._leave_sandboxes()
         if hasattr(self, "calls"):
             await self.calls.close()
@@ -375,7 +382,7 @@ class Node:
             memory_promised_bytes=self.registry.memory_promised_bytes + self.calls.memory_promised_bytes,
             memory_total_bytes=memory_total_bytes(),
             memory_overcommit=config.memory_overcommit,
-            memory_available_bytes=memory_available_bytes(),
+            memory_available_bytes=max(0, memory_available_bytes() - self.memory.ahead_bytes),
             memory_available_bytes_min=config.memory_available_bytes_min,
             disk_free_bytes=self._free_bytes(config.disk_free_bytes_min),
             disk_free_bytes_min=config.disk_free_bytes_min,
@@ -451,6 +458,7 @@ class Node:
     def _forget(self, id: str) -> None:
         self._reaper.cancel(id)
         self._services.links.drop(id)
+        self.memory.drop(id)
         found = self.registry.find(id)
         self.registry.remove(id)
         if found is not None and found.tombstone is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from dsec.backends.machines import GivesBack, Sleeps
 from dsec.core import limits
@@ -16,7 +16,6 @@ from dsec.core.errors import (
     DeadlineError,
     DsecError,
     NotFoundError,
-    ResumeNoMemoryError,
     SandboxStateError,
     StorageError,
     UnavailableError,
@@ -24,10 +23,7 @@ from dsec.core.errors import (
 )
 from dsec.core.rungs import Rung
 from dsec.core.states import EndCause, SandboxState
-from dsec.core.units import format_size
-from dsec.node.admission import RETRY_SOON_S
 from dsec.node.events import event_of
-from dsec.node.host import memory_available_bytes
 from dsec.node.lifetime import resumed_row
 from dsec.node.services import Services
 from dsec.observe.logs import get_logger
@@ -38,13 +34,12 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-_LOOK_S: Final = 0.25  # at what memory there is, while something waits for it
-
 
 class Pausing:
     def __init__(self, sandbox: Supervisor, services: Services) -> None:
         self._sandbox = sandbox
         self._services = services
+        self._held_bytes = sandbox.row.slept_bytes  # in memory, when it was paused
 
     async def pause(self, *, deep: bool = False) -> None:
         """`deep`: its memory goes to the disk, and nothing of it is left to run. Should that fail, it is paused."""
@@ -106,6 +101,8 @@ class Pausing:
 
     async def _pause(self, clock: Clock, *, resting: bool = False) -> None:
         sandbox = self._sandbox
+        await sandbox.sample()
+        self._held_bytes = min(sandbox.meter.memory_bytes, sandbox.row.spec.memory_bytes)
         await self._stop()
         left = sandbox.lifetime.running_left_s
         sandbox.lifetime.pause(resting=resting)
@@ -126,11 +123,14 @@ class Pausing:
         if not instance.asleep:
             await instance.save()
             try:
-                await sandbox.move(SandboxState.PAUSED, record=sandbox.instance.record, asleep=True)
+                await sandbox.move(
+                    SandboxState.PAUSED, record=sandbox.instance.record, asleep=True, slept_bytes=self._held_bytes
+                )
             except BaseException:
                 await instance.stay()
                 raise
         await instance.sleep()
+        self._services.memory.wake()
 
     async def _wake(self) -> None:
         """It stands still again; what the journal says of that comes before it goes on."""
@@ -154,22 +154,13 @@ class Pausing:
 
     async def resume_when_there_is_memory(self) -> None:
         """In the sandbox's turn. Raises ResumeNoMemoryError: it is paused as before (ruling 19)."""
-        sandbox, config, clock = self._sandbox, self._services.config, self._services.clock
-        until_s = clock.monotonic_s() + config.idle.resume_wait_s
-        while sandbox.state is SandboxState.PAUSED and self._has_given_back():
-            left = memory_available_bytes()
-            if left >= config.memory_available_bytes_min:
-                break
-            if clock.monotonic_s() >= until_s:
-                raise ResumeNoMemoryError(
-                    f"the node has {format_size(left)} of memory left, and "
-                    f"{format_size(config.memory_available_bytes_min)} are kept for what runs already",
-                    hint="it is paused as before; pause or destroy others on its node",
-                    sandbox=sandbox.id,
-                    retry_after_s=RETRY_SOON_S,
-                )
-            await self._services.sleep(_LOOK_S)
-        await sandbox.serially(self._resume)
+        sandbox, services = self._sandbox, self._services
+        if sandbox.state is SandboxState.PAUSED and self._has_given_back():
+            wait_s = services.config.idle.resume_wait_s
+            async with services.memory.room(sandbox.id, sandbox.row.project, self._held_bytes, wait_s):
+                await sandbox.serially(self._resume)
+        else:
+            await sandbox.serially(self._resume)
 
     def _has_given_back(self) -> bool:
         instance = self._sandbox.instance

@@ -42,6 +42,7 @@ class SandboxRow(msgspec.Struct, frozen=True, kw_only=True):
     running_left_s: float | None = None  # while paused
     paused_at: float | None = None
     asleep: bool = False  # while paused: it is on the disk alone, and survives a reboot
+    slept_bytes: int = 0  # what it had in memory before
     resting: bool = False  # while paused: nobody asked for that, it was idle
     paused_monotonic_s: float | None = None  # good for this boot
     frozen_s: float = 0.0

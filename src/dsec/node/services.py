@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dsec.node.environments import Hold
     from dsec.node.jobs import NodeJobs
     from dsec.node.links import NodeLinks
+    from dsec.node.memoryqueue import MemoryQueue
     from dsec.node.volumes import Volumes
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -40,4 +41,5 @@ class Services:
     volumes: Volumes
     links: NodeLinks
     jobs: NodeJobs
+    memory: MemoryQueue
     closing: bool = False

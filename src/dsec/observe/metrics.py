@@ -87,6 +87,7 @@ CREATES_QUEUED: Final = Gauge("dsec_creates_queued", "Creates that wait for room
 CREATES_QUEUE_FULL: Final = Counter(
     "dsec_creates_queue_full_total", "Creates that were refused as too many waited already.", registry=REGISTRY
 )
+RESUMES_WAITING: Final = Gauge("dsec_resumes_waiting", "Resumes that wait for memory at this node.", registry=REGISTRY)
 NODES: Final = Gauge("dsec_nodes", "Nodes of the cluster, as a watcher sees them.", ["state"], registry=REGISTRY)
 NODES_LOST: Final = Counter("dsec_nodes_lost_total", "Nodes that a watcher has declared lost.", registry=REGISTRY)
 JOB_LEASES_MISSED: Final = Counter(
