@@ -287,6 +287,7 @@ impl Agent {
                 if self.config.spare {
                     // Every clone of a template, or of a snapshot, has been the same agent so far.
                     self.become_another();
+                    machine::readdress()?;
                 }
             }
             false => std::fs::write("/dev/urandom", seed)

@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::os::fd::AsFd;
 
+use dsec_sys::cards::{cards, HardwareAddress};
 use dsec_sys::identity::set_hostname;
 use dsec_sys::machine;
 
@@ -28,6 +29,23 @@ pub fn reseed(seed: &[u8]) -> Result<(), Refusal> {
     File::open("/dev/urandom")
         .and_then(|random| machine::reseed(random.as_fd(), seed))
         .map_err(|e| Refusal::system("reseed_failed", "/dev/urandom", &e))
+}
+
+/// Of a template's many clones each has hardware addresses of its own, and no other machine has them. Most machines have no
+/// network card.
+pub fn readdress() -> Result<(), Refusal> {
+    let failed = |e: &std::io::Error| Refusal::system("reseed_failed", "a network card", e);
+    for card in cards().map_err(|e| failed(&e))? {
+        let address = hardware_address(random()?);
+        card.set_hardware_address(address).map_err(|e| failed(&e))?;
+    }
+    Ok(())
+}
+
+/// Of one device, and given by nobody who sells them.
+fn hardware_address(mut random: HardwareAddress) -> HardwareAddress {
+    random[0] = (random[0] & 0xfc) | 2;
+    random
 }
 
 /// The machine's name and id: of a template's many clones each has its own.
@@ -55,9 +73,29 @@ pub fn name(hostname: &str) -> Result<(), Refusal> {
 }
 
 fn new_id() -> Result<String, Refusal> {
-    let mut bytes = [0; 16];
+    let bytes: [u8; 16] = random()?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+fn random<const COUNT: usize>() -> Result<[u8; COUNT], Refusal> {
+    let mut bytes = [0; COUNT];
     File::open("/dev/urandom")
         .and_then(|mut file| file.read_exact(&mut bytes))
         .map_err(|e| Refusal::system("name_failed", "/dev/urandom", &e))?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hardware_address_is_of_one_device_and_locally_given() {
+        for first in 0..=u8::MAX {
+            let address = hardware_address([first, 1, 2, 3, 4, 5]);
+
+            assert_eq!(address[0] & 3, 2);
+            assert_eq!(&address[1..], &[1, 2, 3, 4, 5]);
+        }
+    }
 }

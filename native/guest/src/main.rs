@@ -2,6 +2,7 @@
 //! container, and becomes the agent (docs/internals/vm.md).
 
 mod devices;
+mod network;
 mod plan;
 mod preload;
 mod root;
@@ -60,6 +61,9 @@ fn run() -> Result<Never> {
     root::enter()?;
     let cgroup = root::make_cgroups(plan.pids)?;
     loopback_up().doing("bring up", "the loopback device")?;
+    if let Some(wanted) = &plan.network {
+        network::set_up(wanted)?;
+    }
     // 4. What all machines of the environment begin with.
     preload::run(
         &format!("{}/preload", root::CGROUP),

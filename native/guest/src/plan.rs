@@ -6,11 +6,14 @@
 //! layer l1
 //! disk upper
 //! vsock 1024
+//! network 198.18.0.15 24 198.18.0.2 198.18.0.53
 //! ```
 //! Layers lowest first, each by its metadata's device and its data's, if that is apart. A device is named by its serial number, or,
 //! where the monitor gives it none, by its path. With a vsock the agent listens there, without one it serves two serial ports.
+//! Where there is a network its card has this address and prefix, the gateway, and the resolver.
 
 use std::fs;
+use std::net::Ipv4Addr;
 use std::path::Path;
 
 use dsec_sys::failure::{Doing, Error, Result};
@@ -24,6 +27,15 @@ pub struct Plan {
     pub disk: String,
     /// The port where the agent listens to the host.
     pub vsock: Option<u32>,
+    pub network: Option<Network>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub struct Network {
+    pub address: Ipv4Addr,
+    pub prefix: u8,
+    pub gateway: Ipv4Addr,
+    pub resolver: Ipv4Addr,
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -58,6 +70,11 @@ impl Plan {
                     plan.vsock =
                         Some(port.map_err(|_| Error::new(format!("no number of a port: {line}")))?);
                 }
+                ["network", address, prefix, gateway, resolver] => {
+                    let network = Network::parse([address, gateway, resolver], prefix);
+                    plan.network =
+                        Some(network.ok_or_else(|| Error::new(format!("no network: {line}")))?);
+                }
                 ["disk", serial] => plan.disk = (*serial).to_owned(),
                 _ => return Err(Error::new(format!("a line of the plan is strange: {line}"))),
             }
@@ -66,6 +83,18 @@ impl Plan {
             true => Ok(plan),
             false => Err(Error::new("the plan names no disk or no processes".into())),
         }
+    }
+}
+
+impl Network {
+    fn parse(addresses: [&str; 3], prefix: &str) -> Option<Self> {
+        let [address, gateway, resolver] = addresses.map(|text| text.parse().ok());
+        Some(Self {
+            address: address?,
+            prefix: prefix.parse().ok().filter(|prefix| *prefix <= 32)?,
+            gateway: gateway?,
+            resolver: resolver?,
+        })
     }
 }
 
@@ -95,6 +124,17 @@ mod tests {
     }
 
     #[test]
+    fn a_network_is_an_address_and_two_others() {
+        let plan = Plan::parse("pids 9\ndisk d\nnetwork 198.18.0.15 24 198.18.0.2 198.18.0.53\n");
+
+        let network = plan.unwrap().network.unwrap();
+        assert_eq!(network.address, Ipv4Addr::new(198, 18, 0, 15));
+        assert_eq!(network.prefix, 24);
+        assert_eq!(network.gateway, Ipv4Addr::new(198, 18, 0, 2));
+        assert_eq!(network.resolver, Ipv4Addr::new(198, 18, 0, 53));
+    }
+
+    #[test]
     fn what_is_strange_or_missing_is_refused() {
         for text in [
             "",
@@ -106,6 +146,9 @@ mod tests {
             "pids 1\ndisk d\nother",
             "pids 1\ndisk d\nvsock",
             "pids 1\ndisk d\nvsock -1",
+            "pids 1\ndisk d\nnetwork",
+            "pids 1\ndisk d\nnetwork 198.18.0.15 33 198.18.0.2 198.18.0.53",
+            "pids 1\ndisk d\nnetwork 198.18.0.15 24 198.18.0.2 somewhere",
         ] {
             assert!(Plan::parse(text).is_err(), "{text}");
         }

@@ -20,6 +20,7 @@ use dsec_sys::identity::{
 use dsec_sys::namespaces::{new_session, unshare, NEW_IPC, NEW_MOUNT, NEW_NET, NEW_UTS};
 use dsec_sys::process::set_umask;
 use dsec_sys::sealed::{arrange, run_file};
+use dsec_sys::taps::make_tap;
 
 use dsec_sys::failure::{Doing, Error, Result};
 use plan::Plan;
@@ -50,6 +51,13 @@ fn run() -> Result<Never> {
     // 2. What it can see.
     let null = File::open("/dev/null").doing("open", "/dev/null")?;
     unshare(NEW_MOUNT | NEW_NET | NEW_IPC | NEW_UTS).doing("make", "namespaces")?;
+    if let Some(tap) = &plan.tap {
+        let (address, peer) = tap
+            .addresses()
+            .ok_or_else(|| Error::new("the device of the plan has strange addresses".into()))?;
+        make_tap(&tap.name, plan.uid, (address, tap.prefix), peer)
+            .doing("make the network device", &tap.name)?;
+    }
     place::make(&plan)?;
     // 3. Who it is.
     for (name, limit) in &plan.limits {

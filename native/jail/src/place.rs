@@ -2,6 +2,7 @@
 
 use std::ffi::CString;
 use std::fs::{self, File};
+use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{chown, FileTypeExt};
 use std::path::{Component, Path, PathBuf};
@@ -56,6 +57,14 @@ pub fn make(plan: &Plan) -> Result<()> {
         let path = below(root, path)?;
         make_parent(&path)?;
         std::os::unix::fs::symlink(to, &path).doing("make", path.display())?;
+    }
+    for file in &plan.files {
+        let path = below(root, &file.path)?;
+        make_parent(&path)?;
+        // A file that is there is of the host.
+        File::create_new(&path)
+            .and_then(|mut made| made.write_all(&file.content))
+            .doing("make", path.display())?;
     }
     std::env::set_current_dir(root).doing("enter", &plan.root)?;
     pivot_here().doing("enter", "the new root")

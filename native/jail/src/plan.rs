@@ -1,6 +1,7 @@
 //! What a monitor is confined to; the twin of `JailPlan` in src/dsec/wire/jail.py, which binds.
 
 use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
 
 use serde::Deserialize;
 use serde_bytes::ByteBuf;
@@ -18,6 +19,11 @@ pub struct Plan {
     /// Symbolic links to make: path → target.
     #[serde(default)]
     pub links: BTreeMap<String, String>,
+    #[serde(default)]
+    pub files: Vec<SmallFile>,
+    /// Made in the network namespace of the jail.
+    #[serde(default)]
+    pub tap: Option<Tap>,
     /// Resource limits by their lower-case names.
     #[serde(default)]
     pub limits: BTreeMap<String, u64>,
@@ -40,4 +46,31 @@ pub struct Bind {
     /// A device that the host keeps for itself: a node of its own, which belongs to the program.
     #[serde(default)]
     pub owned: bool,
+}
+
+/// Made in the new root, for reading.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SmallFile {
+    pub path: String,
+    pub content: ByteBuf,
+}
+
+/// A network device that the program may open by its name.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tap {
+    pub name: String,
+    /// Of the namespace's end.
+    pub address: String,
+    pub prefix: u8,
+    /// The one address that is sent to it.
+    pub peer: String,
+}
+
+impl Tap {
+    /// Address and peer.
+    pub fn addresses(&self) -> Option<(Ipv4Addr, Ipv4Addr)> {
+        Some((self.address.parse().ok()?, self.peer.parse().ok()?))
+    }
 }

@@ -1,4 +1,5 @@
 //! System calls that the standard library lacks, each wrapped once; the only crate with `unsafe`.
+pub mod cards;
 pub mod clock;
 pub mod epoll;
 pub mod errno;
@@ -29,6 +30,7 @@ pub mod seccomp;
 pub mod seqpacket;
 pub mod signals;
 pub mod sockets;
+pub mod taps;
 pub mod threads;
 pub mod ublk;
 pub mod userfault;

@@ -27,7 +27,7 @@ from dsec.backends.machines import MachineDisk
 from dsec.backends.vm.accelerator import Accelerator, choose_accelerator
 from dsec.backends.vm.backend import MachineBackend
 from dsec.backends.vm.capture import Below, Source
-from dsec.backends.vm.clones import awaken, check_same, disk_of, memory_of, processors_of
+from dsec.backends.vm.clones import NETWORKS, awaken, check_network, check_same, disk_of, memory_of, processors_of
 from dsec.backends.vm.kernel import fetch_kernel, find_kernel
 from dsec.backends.vm.machine import TEMPLATE
 from dsec.backends.vm.monitor import Confines, MonitorProcess
@@ -93,7 +93,7 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
     def capabilities(self) -> Capabilities:
         return Capabilities(
             substrate=Substrate.FULLVM,
-            networks=frozenset({NetworkMode.NONE}),
+            networks=NETWORKS,
             pause=True,
             snapshot=Keeps.DISK_MEMORY,
             fork=Keeps.DISK_MEMORY,
@@ -423,10 +423,7 @@ def with_data(image: MachineImage, layers: Sequence[Layer]) -> MachineImage:
 def check_spec(instance: InstanceSpec) -> None:
     """Raises UnsupportedError or InvalidArgumentError for what no full machine can give."""
     spec = instance.spec
-    if spec.network is not NetworkMode.NONE:
-        raise UnsupportedError(
-            f"full machines have no network mode {spec.network.value!r} yet", hint="use network='none'"
-        )
+    check_network(spec)
     if instance.volumes or spec.volumes:
         raise UnsupportedError("full machines have no volumes", hint="use backend='container'")
     if spec.memory_bytes < _MEMORY_BYTES_MIN:
@@ -452,6 +449,7 @@ def shape_of(instance: InstanceSpec, image: MachineImage) -> Shape:
         memory_bytes=memory_of(spec),
         disk_bytes=disk_of(spec.disk_bytes or manifest.disk_bytes),
         above=len(image.files) - 1,
+        network=spec.network is NetworkMode.PROXIED,
     )
 
 

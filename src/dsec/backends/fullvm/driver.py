@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +20,7 @@ from dsec.backends.vm.monitor import Confines
 from dsec.backends.vm.qcow2 import write_overlay
 from dsec.backends.vm.qemu import tsc_khz
 from dsec.backends.vm.qmp import Monitor
-from dsec.backends.vm.running import Runner
+from dsec.backends.vm.running import Runner, confined
 from dsec.backends.vm.templates import RAM, STATE, Template
 from dsec.core.errors import DsecError, HostError, LaunchError
 from dsec.core.machines import Firmware
@@ -58,7 +58,7 @@ class FullDriver(Runner):
         memory = template_memory(shape.memory_bytes)
         argv = self._argv(image, shape, disk, memory, f"{TEMPLATE}/{VARIABLES_NAME}")
         argv += machine.boot_arguments(shape, tsc_khz=tsc_khz() if self.accelerator == "tcg" else None)
-        confines = replace(confines, binds=(*confines.binds, *binds))
+        confines = confined(confines, binds, network=shape.network)
         async with self.running(confines, argv, directory / "console") as monitor:
             try:
                 yield monitor
@@ -124,7 +124,7 @@ class FullDriver(Runner):
         memory = clone_memory(shape.memory_bytes, read_only=keeps)
         disk = machine.clone_disk(shape, template.overlays, _devices(image))
         argv = self._argv(image, shape, disk, memory, f"{machine.OWN}/{VARIABLES_NAME}")
-        return replace(confines, binds=(*confines.binds, *binds)), [*argv, *incoming(bare=template.bare)]
+        return confined(confines, binds, network=shape.network), [*argv, *incoming(bare=template.bare)]
 
     # ---- inside ----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dsec.backends.vm.machine import DEVICES, SOCKETS, TEMPLATE, disk_chain, plain_file, raw_file
+from dsec.backends.vm.network import card_arguments
 from dsec.core.limits import MIB
 from dsec.core.machines import Agent, Bus, Firmware
 
@@ -44,6 +45,7 @@ class Shape:
     memory_bytes: int
     disk_bytes: int
     above: int = 0  # layers of the image above its lowest
+    network: bool = False  # it has a card; whether anything is behind it is another matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ def machine_arguments(
     for number, (socket, name) in enumerate((("agent", "agent"), ("bell", "bell"), (QGA, "org.qemu.guest_agent.0")), 1):
         arguments += ["-chardev", f"socket,id={socket},path={SOCKETS}/{socket},server=on,wait=off"]
         arguments += ["-device", f"virtserialport,chardev={socket},nr={number},name={name}"]
+    if shape.network:
+        arguments += card_arguments("virtio-net-pci" if shape.bus is Bus.VIRTIO else "e1000e")
     # Tells a system that knows it (Linux from 5.18, Windows) that it is a clone, which then has its own randomness.
     arguments += ["-device", "virtio-rng-pci", "-device", "vmgenid,guid=auto"]
     arguments += ["-qmp", f"unix:{SOCKETS}/qmp,server=on,wait=off"]

@@ -14,12 +14,12 @@ from dsec.agent.client import AgentClient
 from dsec.backends.base import Capabilities, Instance, InstanceSpec, Keeps, Layer, Probe, Weakness
 from dsec.backends.microvm.config import MicrovmConfig
 from dsec.backends.microvm.instance import MicrovmInstance
-from dsec.backends.microvm.monitors import choose_monitor, control_of
+from dsec.backends.microvm.monitors import choose_monitor, control_of, with_card
 from dsec.backends.microvm.record import MicrovmRecord
 from dsec.backends.vm import machine
 from dsec.backends.vm.backend import MachineBackend
 from dsec.backends.vm.capture import Below, Source
-from dsec.backends.vm.clones import awaken, check_same, disk_of, memory_of, processors_of
+from dsec.backends.vm.clones import NETWORKS, awaken, check_network, check_same, disk_of, memory_of, processors_of
 from dsec.backends.vm.disks import check_layers, digest_of, has_blob, layer_binds
 from dsec.backends.vm.driver import DISK_NAME
 from dsec.backends.vm.drivers import Machine, VmDriver
@@ -63,12 +63,14 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
     def __init__(self, config: MicrovmConfig, *, node: NodeId) -> None:
         self._config = config
         super().__init__(config, node=node, templates=Templates(config.templates_dir, kept_max=config.templates_max))
+        self._with_card: tuple[VmDriver[Any], dict[str, str]] | None = None
+        self._finding_card = asyncio.Lock()
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
             substrate=Substrate.MICROVM,
-            networks=frozenset({NetworkMode.NONE}),
+            networks=NETWORKS,
             pause=True,
             snapshot=Keeps.DISK_MEMORY,
             fork=Keeps.DISK_MEMORY,
@@ -195,16 +197,27 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
     async def _template(self, wanted: _Wanted, layers: list[JailBind]) -> Template:
         shape = wanted.shape
         digests = " ".join(digest for digest, _ in shape.layers)
-        made_of = {**wanted.facts.identity, "shape": repr(shape), "layers": digests}
+        driver, identity = wanted.facts.driver, wanted.facts.identity
+        if shape.network:
+            driver, identity = await self._able_to_network(driver)
+        made_of = {**identity, "shape": repr(shape), "layers": digests}
 
         async def build(directory: Path) -> None:
-            await self._build_template(directory, wanted, layers)
+            await self._build_template(directory, wanted, layers, driver)
 
         return await self._templates.get(template_key(made_of), made_of, build)
 
-    async def _build_template(self, directory: Path, wanted: _Wanted, layers: list[JailBind]) -> None:
-        """Booted until its agent answers."""
-        driver = wanted.facts.driver
+    async def _able_to_network(self, driver: VmDriver[Any]) -> tuple[VmDriver[Any], dict[str, str]]:
+        """Found when the first one asks for it."""
+        async with self._finding_card:
+            if self._with_card is None:
+                self._with_card = await with_card(self._config, driver)
+            return self._with_card
+
+    async def _build_template(
+        self, directory: Path, wanted: _Wanted, layers: list[JailBind], driver: VmDriver[Any]
+    ) -> None:
+        """Booted until its agent answers. Of a card that it has nothing is behind."""
         async with self._nobodys(wanted) as record:
             async with driver.booting(directory, wanted.shape, self._confines(record, driver), layers) as found:
                 client = await AgentClient.connect(
@@ -274,19 +287,20 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
 def shape_of(instance: InstanceSpec, config: MicrovmConfig) -> Shape:
     """Raises UnsupportedError or InvalidArgumentError for what a microvm cannot give."""
     spec = instance.spec
-    if spec.network is not NetworkMode.NONE:
-        raise UnsupportedError(f"microvms have no network mode {spec.network.value!r} yet", hint="use network='none'")
+    check_network(spec)
     if instance.volumes:
         raise UnsupportedError("microvms have no volumes yet", hint="use backend='container'")
     if spec.memory_bytes < _MEMORY_BYTES_MIN:
         raise InvalidArgumentError(f"a microvm has at least {_MEMORY_BYTES_MIN // MIB} MiB of memory")
-    check_layers(instance.layers)
+    network = spec.network is NetworkMode.PROXIED
+    check_layers(instance.layers, network=network)
     return Shape(
         processors=processors_of(spec),
         memory_bytes=memory_of(spec),
         disk_bytes=disk_of(spec.disk_bytes or config.disk_bytes),
         pids=spec.pids_max,
         layers=tuple((layer.digest, has_blob(layer)) for layer in instance.layers),
+        network=network,
     )
 
 

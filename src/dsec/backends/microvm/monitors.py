@@ -4,9 +4,9 @@ else QEMU."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from dsec.backends.base import Weakness
 from dsec.backends.microvm.config import MicrovmConfig
@@ -18,11 +18,21 @@ from dsec.backends.vm.firecracker import find_firecracker
 from dsec.backends.vm.firecracker_driver import FirecrackerDriver
 from dsec.backends.vm.firecracker_machine import FirecrackerMachine
 from dsec.backends.vm.initramfs import build_initramfs
-from dsec.backends.vm.kernel import MODULES, PERSISTENT, GuestKernel, content_digest, fetch_kernel, find_kernel
+from dsec.backends.vm.kernel import (
+    MODULES,
+    NETWORK,
+    PERSISTENT,
+    GuestKernel,
+    content_digest,
+    fetch_kernel,
+    find_kernel,
+)
 from dsec.backends.vm.qemu import find_qemu, weaknesses
 from dsec.backends.vm.qemu_machine import QemuMachine
 from dsec.binaries import find_binary
 from dsec.core.errors import HostError, UnsupportedError
+
+_NETWORK: Final = "network"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +72,31 @@ async def choose_monitor(config: MicrovmConfig) -> Chosen:
         emulated = accelerator.name == "tcg"
         processor = f"emulated: {accelerator.reason}" if emulated else "kvm"
         weak = weaknesses(emulated=emulated, keeps_templates=qemu.keeps_templates)
-    identity = {
+    identity = await _identity(driver, kernel, initramfs)
+    return Chosen(driver, identity, {**driver.shown, "processor": processor, "kernel": kernel.name}, weak)
+
+
+async def with_card(config: MicrovmConfig, driver: VmDriver[Any]) -> tuple[VmDriver[Any], dict[str, str]]:
+    """The same monitor for machines that boot with a network card, and the identity of their templates: a kernel with
+    what drives one, which others do without. Raises HostError."""
+    guest, agent = find_binary("dsec-guest"), find_binary("dsec-agent")
+    kernel = await asyncio.to_thread(_kernel, config, network=True)
+    initramfs = await asyncio.to_thread(
+        lambda: build_initramfs(kernel, guest=guest, agent=agent, cache=config.cache_dir / _NETWORK)
+    )
+    assert isinstance(driver, (Driver, FirecrackerDriver))
+    able = replace(driver, vmlinux=kernel.vmlinux, initramfs=initramfs)
+    return able, await _identity(able, kernel, initramfs)
+
+
+async def _identity(driver: VmDriver[Any], kernel: GuestKernel, initramfs: Path) -> dict[str, str]:
+    return {
         "generation": str(machine.GENERATION),
         "initramfs": initramfs.name,
         "kernel_name": kernel.name,
         "kernel": await asyncio.to_thread(content_digest, kernel),
         **driver.identity,
     }
-    return Chosen(driver, identity, {**driver.shown, "processor": processor, "kernel": kernel.name}, weak)
 
 
 def control_of(monitor: str, sockets: Path, *, owner: int) -> Machine:
@@ -97,9 +124,12 @@ async def _why_not_firecracker(config: MicrovmConfig, kernel: GuestKernel) -> st
     return reason
 
 
-def _kernel(config: MicrovmConfig) -> GuestKernel:
+def _kernel(config: MicrovmConfig, *, network: bool = False) -> GuestKernel:
+    """Machines with other modules have a kernel of their own in the cache."""
     modules: tuple[str, ...] = MODULES
     cache = config.cache_dir
+    if network:
+        modules, cache = (*modules, *NETWORK), cache / _NETWORK
     if config.layer_device == "pmem":
-        modules, cache = (*MODULES, *PERSISTENT), config.cache_dir / "pmem"  # others have theirs
+        modules, cache = (*modules, *PERSISTENT), cache / "pmem"
     return find_kernel(cache, config.kernel, modules) or fetch_kernel(cache, config.kernel, modules)

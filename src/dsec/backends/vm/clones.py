@@ -11,12 +11,13 @@ from dsec.agent.client import AgentClient
 from dsec.backends.base import InstanceSpec
 from dsec.backends.vm.instance import MachineInstance
 from dsec.backends.vm.saved import SavedMachine
-from dsec.core.errors import DsecError, InvalidArgumentError, LaunchError
+from dsec.core.errors import DsecError, InvalidArgumentError, LaunchError, UnsupportedError
 from dsec.core.limits import MIB
-from dsec.core.spec import SandboxSpec
+from dsec.core.spec import NetworkMode, SandboxSpec
 from dsec.core.units import format_size
 from dsec.wire.agent import ClaimArgs
 
+NETWORKS: Final = frozenset({NetworkMode.NONE, NetworkMode.PROXIED})
 _PROCESSORS_MAX: Final = 64
 _SEED_BYTES: Final = 64
 
@@ -32,6 +33,9 @@ class Sized(Protocol):
 
     @property
     def disk_bytes(self) -> int: ...
+
+    @property
+    def network(self) -> bool: ...
 
 
 async def awaken(
@@ -60,6 +64,10 @@ async def awaken(
 
 def check_same(had: Sized, spec: SandboxSpec) -> None:
     """Raises InvalidArgumentError for a machine that goes on from a snapshot as another one than it was."""
+    if spec.network is not NetworkMode.NONE and not had.network:
+        raise InvalidArgumentError(
+            "a machine that goes on from a snapshot without a network card has none", hint="use network='none'"
+        )
     asked = (
         processors_of(spec),
         memory_of(spec),
@@ -69,6 +77,14 @@ def check_same(had: Sized, spec: SandboxSpec) -> None:
         raise InvalidArgumentError(
             "a machine that goes on from a snapshot has the processors, the memory and the disk that it had",
             hint=f"cpu {had.processors}, memory {format_size(had.memory_bytes)}, disk {format_size(had.disk_bytes)}",
+        )
+
+
+def check_network(spec: SandboxSpec) -> None:
+    """Raises UnsupportedError."""
+    if spec.network not in NETWORKS:
+        raise UnsupportedError(
+            f"machines have no network mode {spec.network.value!r}", hint="use network='none' or 'proxied'"
         )
 
 

@@ -23,10 +23,12 @@ _MAKE_S: Final = 1_800
 _ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
 
-def check_layers(layers: tuple[Layer, ...]) -> None:
-    if len(layers) > LAYERS_MAX:
+def check_layers(layers: tuple[Layer, ...], *, network: bool = False) -> None:
+    """A network card is one device more."""
+    most = LAYERS_MAX - 1 if network else LAYERS_MAX
+    if len(layers) > most:
         raise UnsupportedError(
-            f"a microvm has at most {LAYERS_MAX} layers, and the environment has {len(layers)}",
+            f"a microvm has at most {most} layers, and the environment has {len(layers)}",
             hint="collapse it: `dsec env collapse NAME`",
         )
 

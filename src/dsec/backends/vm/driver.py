@@ -12,7 +12,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -24,7 +24,7 @@ from dsec.backends.vm.monitor import Confines, MonitorProcess
 from dsec.backends.vm.qcow2 import write_overlay
 from dsec.backends.vm.qemu import tsc_khz
 from dsec.backends.vm.qemu_machine import QemuMachine
-from dsec.backends.vm.running import Runner
+from dsec.backends.vm.running import Runner, confined
 from dsec.backends.vm.templates import CONSOLE, DISK, RAM, STATE, Template
 from dsec.wire.jail import JailBind
 
@@ -62,6 +62,7 @@ class Driver(Runner):
             layers=self._names(shape),
             disk="disk",
             pids=shape.pids,
+            network=shape.network,
         )
         await asyncio.to_thread(self._lay_out, directory, shape, plan, confines.uid)
         binds = [*layers, JailBind(str(directory), machine.TEMPLATE, writable=True)]
@@ -74,7 +75,7 @@ class Driver(Runner):
             initramfs=f"{machine.TEMPLATE}/initramfs",
             tsc_khz=tsc_khz() if self.accelerator == "tcg" else None,
         )
-        confines = replace(confines, binds=(*confines.binds, *binds))
+        confines = confined(confines, binds, network=shape.network)
         async with self.running(confines, argv, directory / CONSOLE) as monitor:
             found = self.control(confines.sockets, owner=confines.uid)
             found.take(monitor)
@@ -128,9 +129,7 @@ class Driver(Runner):
         memory = machine.clone_memory(shape.memory_bytes, read_only=keeps)
         argv = self._argv(shape, drive, layers, memory=memory)
         argv += machine.console_ring()
-        return self.start(
-            replace(confines, binds=(*confines.binds, *binds)), [*argv, *machine.incoming(bare=template.bare)]
-        )
+        return self.start(confined(confines, binds, network=shape.network), [*argv, *machine.incoming(bare=template.bare)])
 
     async def go_on(
         self,

@@ -31,6 +31,7 @@ from dsec.backends.vm.firecracker_machine import AGENT_PORT, API, VSOCK, Firecra
 from dsec.backends.vm.initramfs import plan_text, with_plan
 from dsec.backends.vm.machine import Shape
 from dsec.backends.vm.monitor import Confines, MonitorProcess, jail_plan, start_ticks
+from dsec.backends.vm.network import CARD, TAP, tap
 from dsec.backends.vm.qmp import MonitorError
 from dsec.backends.vm.templates import CONSOLE, DISK, RAM, STATE, Template
 from dsec.binaries import find_binary
@@ -40,10 +41,12 @@ from dsec.core.limits import MIB
 from dsec.wire.jail import JailBind
 
 GENERATION: Final = "firecracker-1"  # of what is below: a snapshot of another one does not fit
-# Interrupts of a machine without PCI: 19, less vsock, entropy, balloon, disk, and the one that tells of a clone.
+# Interrupts of a machine without PCI: 19, less vsock, entropy, balloon, disk, and the one that tells of a clone. A
+# network card takes another.
 DRIVES_MAX: Final = 14
 
 _GUEST_CID: Final = 3
+_CARD_NAME: Final = "eth0"
 _POLL_S: Final = 0.002
 _MONITOR_S: Final = 30.0
 _SAVE_S: Final = 120.0
@@ -58,6 +61,7 @@ _PAGES: Final = "/dsec-pages"
 _SERVED: Final = "pages"
 _DISK: Final = f"/disk/{DISK}"
 _USERFAULTS: Final = "/dev/userfaultfd"
+_TUN: Final = "/dev/net/tun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ class FirecrackerDriver:
         ]
         confines = replace(confines, binds=(*confines.binds, *binds))
         console = directory / CONSOLE
-        process = self._start(confines, output=console)
+        process = self._start(confines, network=shape.network, output=console)
         try:
             found = self.control(confines.sockets, owner=confines.uid)
             await self._ready(found.api, process)
@@ -138,7 +142,7 @@ class FirecrackerDriver:
         disks = (f"/dev/vd{letter}" for letter in string.ascii_lowercase)
         names = (f"/dev/pmem{number}" for number in itertools.count()) if self.persistent else disks
         layers = [(next(names), next(names) if apart else None) for _, apart in shape.layers]
-        plan = plan_text(layers=layers, disk=next(disks), pids=shape.pids, vsock=AGENT_PORT)
+        plan = plan_text(layers=layers, disk=next(disks), pids=shape.pids, vsock=AGENT_PORT, network=shape.network)
         with_plan(self.initramfs, plan, directory / "initramfs")
         make_disk(directory / DISK, shape.disk_bytes)
         for name in (RAM, STATE, CONSOLE):
@@ -159,6 +163,9 @@ class FirecrackerDriver:
                 continue
             drive = {"drive_id": name, "path_on_host": path, "is_root_device": False, "is_read_only": not writable}
             await api.put(f"/drives/{name}", drive)
+        if shape.network:
+            card = {"iface_id": _CARD_NAME, "host_dev_name": TAP, "guest_mac": CARD}
+            await api.put(f"/network-interfaces/{_CARD_NAME}", card)
         await api.put("/vsock", {"guest_cid": _GUEST_CID, "uds_path": f"{machine.SOCKETS}/{VSOCK}"})
         await api.put("/entropy", {})
         balloon: dict[str, object] = {"amount_mib": 0, "deflate_on_oom": True}
@@ -188,7 +195,7 @@ class FirecrackerDriver:
     def spawn(
         self, template: Template, directory: Path, shape: Shape, confines: Confines, layers: list[JailBind]
     ) -> MonitorProcess:
-        return self._start(self.clone_confines(template, directory, confines, layers))
+        return self._start(self.clone_confines(template, directory, confines, layers), network=shape.network)
 
     async def go_on(
         self,
@@ -223,10 +230,13 @@ class FirecrackerDriver:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _start(self, confines: Confines, *, output: Path | None = None) -> MonitorProcess:
+    def _start(self, confines: Confines, *, network: bool, output: Path | None = None) -> MonitorProcess:
         binds = [JailBind(str(self.firecracker.path), _PROGRAM)]
         if self.served and os.path.exists(_USERFAULTS):  # noqa: PTH110
             binds.append(JailBind(_USERFAULTS, _USERFAULTS, device=True, owned=True))
+        if network:
+            binds.append(JailBind(_TUN, _TUN, device=True, owned=True))
+            confines = replace(confines, tap=tap())
         argv = [_PROGRAM, "--id", "microvm", "--api-sock", f"{machine.SOCKETS}/{API}", "--level", "Warning"]
         confines = replace(confines, binds=(*confines.binds, *binds), kvm=True)
         return MonitorProcess.start(jail_plan(confines, argv, programs=False), output=output)
@@ -293,9 +303,10 @@ def drives_of(shape: Shape) -> list[tuple[str, str, bool]]:
         drives.append((f"l{number}", f"/layers/{number}.meta", False))
         if apart:
             drives.append((f"l{number}b", f"/layers/{number}.blob", False))
-    if len(drives) > DRIVES_MAX:
+    most = DRIVES_MAX - 1 if shape.network else DRIVES_MAX
+    if len(drives) > most:
         raise UnsupportedError(
-            f"Firecracker has at most {DRIVES_MAX} devices for layers, and the environment has {len(drives)}",
+            f"Firecracker has at most {most} devices for layers, and the environment has {len(drives)}",
             hint="collapse it: `dsec env collapse NAME`",
         )
     return [*drives, ("disk", _DISK, True)]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsec.backends.vm.kernel import GuestKernel
+from dsec.backends.vm.network import plan_line
 
 _KEPT_MAX = 4  # of older kernels and agents
 
@@ -40,11 +41,19 @@ def with_plan(initramfs: Path, plan: str, target: Path) -> None:
     target.write_bytes(head + bytes(-len(head) % 4) + archive)
 
 
-def plan_text(*, layers: Sequence[tuple[str, str | None]], disk: str, pids: int, vsock: int | None = None) -> str:
+def plan_text(
+    *,
+    layers: Sequence[tuple[str, str | None]],
+    disk: str,
+    pids: int,
+    vsock: int | None = None,
+    network: bool = False,
+) -> str:
     """As native/guest/src/plan.rs reads it: layers lowest first, each by the serial numbers or paths of its devices.
-    `vsock`: the port where the agent listens, where there are no serial ports."""
+    `vsock`: the port where the agent listens, where there are no serial ports. `network`: its card is set up."""
     lines = [f"pids {pids}", *(f"layer {meta} {blob or ''}".rstrip() for meta, blob in layers), f"disk {disk}"]
     lines += [] if vsock is None else [f"vsock {vsock}"]
+    lines += [plan_line()] if network else []
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -24,6 +24,7 @@ PACKAGE: Final = "linux-image-6.12-cloud-amd64"
 MODULES: Final = ("virtio_mmio", "virtio_pci", "virtio_blk", "virtio_console", "virtio_rng", "virtio_balloon", "ext4",
                   "erofs", "overlay", "vmw_vsock_virtio_transport")  # fmt: skip
 PERSISTENT: Final = ("nd_pmem", "virtio_pmem")  # where layers are memory to the guest
+NETWORK: Final = ("virtio_net", "af_packet")  # where it has a network card
 _FETCH_S: Final = 600
 _BOUNDED: Final = ("-o", "Acquire::http::Timeout=20", "-o", "Acquire::https::Timeout=20", "-o", "Acquire::Retries=2")
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dsec.backends.vm.network import card_arguments
 from dsec.core.limits import GIB, MIB
 
 GENERATION: Final = 1  # of what is below: state of another one does not fit
@@ -36,6 +37,7 @@ class Shape:
     disk_bytes: int
     pids: int
     layers: tuple[tuple[str, bool], ...]  # digest, and whether its data is apart; lowest first
+    network: bool = False  # it has a card; whether anything is behind it is another matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ def machine_arguments(
         errors = "rerror=report,werror=report"
         arguments += ["-device", f"virtio-blk-{bus},drive={drive.serial},serial={drive.serial},{errors}"]
     arguments += ["-device", f"virtio-rng-{bus}"]
+    if shape.network:
+        arguments += card_arguments(f"virtio-net-{bus}")
     arguments += ["-qmp", f"unix:{SOCKETS}/qmp,server=on,wait=off"]
     return [*arguments, "-serial", "chardev:console"]
 

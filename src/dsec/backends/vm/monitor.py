@@ -18,7 +18,7 @@ from dsec.binaries import find_binary
 from dsec.core.errors import HostError, LaunchError
 from dsec.core.faults import fault_point
 from dsec.wire.codec import pack
-from dsec.wire.jail import JailBind, JailPlan
+from dsec.wire.jail import JailBind, JailFile, JailPlan, JailTap
 
 _STDERR_BYTES_MAX: Final = 8 * 1024
 _GONE_S: Final = 30.0
@@ -38,6 +38,8 @@ class Confines:
     sockets: Path  # a directory of its own, which it may write
     binds: tuple[JailBind, ...] = ()
     kvm: bool = False
+    files: tuple[JailFile, ...] = ()
+    tap: JailTap | None = None
 
 
 def jail_plan(confines: Confines, argv: Sequence[str], *, programs: bool = True) -> JailPlan:
@@ -54,6 +56,8 @@ def jail_plan(confines: Confines, argv: Sequence[str], *, programs: bool = True)
         root=str(confines.root),
         binds=[*binds, JailBind(str(confines.sockets), SOCKETS, writable=True), *confines.binds],
         links=links,
+        files=list(confines.files),
+        tap=confines.tap,
         limits={"nofile": _OPEN_FILES, "core": 0},
         argv=[os.fsencode(word) for word in argv],
         env=[b"PATH=/usr/bin:/bin", b"LC_ALL=C"],

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from dsec.backends.vm import machine
 from dsec.backends.vm.monitor import Confines, MonitorProcess, jail_plan
+from dsec.backends.vm.network import resolver_file
 from dsec.backends.vm.qemu import Qemu
 from dsec.backends.vm.qmp import Monitor, MonitorError
 from dsec.backends.vm.screens import put_screen
 from dsec.backends.vm.templates import RAM, STATE, Template
 from dsec.core.errors import DeadlineError, DsecError, LaunchError
 from dsec.core.faults import fault_point
+from dsec.wire.jail import JailBind
 
 _CONSOLE_SHOWN: Final = 2_000
 _MIGRATED_S: Final = 60.0
@@ -112,6 +114,12 @@ class Runner:
                 if status in ("failed", "cancelled"):
                     raise MonitorError(f"{command} failed: {str(answer.get('error-desc', status))[:300]}")
                 await asyncio.sleep(_POLL_S)
+
+
+def confined(confines: Confines, binds: Sequence[JailBind], *, network: bool) -> Confines:
+    """With the files of one machine, and what its network card needs."""
+    files = (resolver_file(),) if network else ()
+    return replace(confines, binds=(*confines.binds, *binds), files=files)
 
 
 async def connect_monitor(process: MonitorProcess, sockets: Path, owner: int) -> Monitor:
