@@ -50,14 +50,16 @@ class Site:
         return Confines(uid=UID, cgroups=(), root=self.directory / "root", sockets=sockets)
 
     @asynccontextmanager
-    async def booting(self, driver: FirecrackerDriver) -> AsyncIterator[tuple[FirecrackerMachine, Path]]:
+    async def booting(
+        self, driver: FirecrackerDriver, shape: Shape = SHAPE
+    ) -> AsyncIterator[tuple[FirecrackerMachine, Path]]:
         confines = self.confines("template")
-        async with driver.booting(self.template.directory, SHAPE, confines, []) as machine:
+        async with driver.booting(self.template.directory, shape, confines, []) as machine:
             yield machine, confines.sockets
 
-    async def make_template(self, driver: FirecrackerDriver) -> None:
+    async def make_template(self, driver: FirecrackerDriver, shape: Shape = SHAPE) -> None:
         """Of a guest that has counted."""
-        async with self.booting(driver) as (machine, sockets):
+        async with self.booting(driver, shape) as (machine, sockets):
             memory = GuestMemory(monitor_of(sockets), SHAPE.memory_bytes)
             await eventually(lambda: memory.rounds > 0)
             await driver.save(machine, self.template.directory)
@@ -70,6 +72,7 @@ class Site:
         *,
         stand: bool = False,
         directory: Path | None = None,
+        shape: Shape = SHAPE,
     ) -> AsyncIterator[tuple[MonitorProcess, FirecrackerMachine, Confines]]:
         """`directory`: with a disk that is there already."""
         template = template or self.template
@@ -80,7 +83,7 @@ class Site:
             directory.mkdir()
             os.chown(directory, UID, UID)
             driver.prepare_clone(template, directory, SHAPE, UID)
-        process = driver.spawn(template, directory, SHAPE, confines, [])
+        process = driver.spawn(template, directory, shape, confines, [])
         machine = driver.control(confines.sockets, owner=UID)
         try:
             await driver.go_on(machine, process, template, confines, stand=stand)

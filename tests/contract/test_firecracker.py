@@ -18,7 +18,7 @@ import pytest
 from dsec.backends.microvm import monitors
 from dsec.backends.microvm.backend import MicrovmBackend
 from dsec.backends.microvm.config import MicrovmConfig
-from dsec.backends.vm import accelerator, firecracker_driver
+from dsec.backends.vm import accelerator, firecracker_driver, network
 from dsec.backends.vm.accelerator import why_no_firecracker
 from dsec.backends.vm.firecracker import Firecracker, find_firecracker
 from dsec.backends.vm.firecracker_api import FaultError
@@ -36,7 +36,17 @@ from dsec.testing.launchers import remove_cgroups
 from dsec.testing.leaks import Watched, take_snapshot, wait_for_no_leaks
 from dsec.testing.waiting import eventually
 from dsec.wire.jail import JailBind
-from tests.contract.firecracker_site import SHAPE, UID, Site, driver_in, pids_of, programs_of, readable, served_as
+from tests.contract.firecracker_site import (
+    SHAPE,
+    UID,
+    Site,
+    driver_in,
+    monitor_of,
+    pids_of,
+    programs_of,
+    readable,
+    served_as,
+)
 from tests.firecracker import GuestMemory, Programs, programs, tiny_kernel
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
@@ -328,6 +338,44 @@ def facts_of(pid: int) -> Jail:
         if Path(f"/proc/{pid}/ns/{name}").readlink() != Path(f"/proc/self/ns/{name}").readlink()
     }
     return Jail(status, own, sorted(path.name for path in Path(f"/proc/{pid}/root").iterdir()))
+
+
+async def test_a_network_card_is_one_device_in_a_namespace_of_its_own(driver: FirecrackerDriver, site: Site) -> None:
+    """And the same one for each clone, which is what the state of the template says."""
+    shape = replace(SHAPE, network=True)
+    async with site.booting(driver, shape) as (machine, sockets):
+        (card,) = (await machine.api.get("/vm/config"))["network-interfaces"]
+        memory = GuestMemory(monitor_of(sockets), SHAPE.memory_bytes)
+        await eventually(lambda: memory.rounds > 0)
+        await driver.save(machine, site.template.directory)
+    async with (
+        site.clone(driver, shape=shape) as (first, _, _),
+        site.clone(driver, shape=shape) as (second, _, _),
+        site.clone(driver, shape=shape) as (third, _, _),
+    ):
+        devices = [devices_of(process.pid) for process in (first, second, third)]
+        places = {Path(f"/proc/{process.pid}/ns/net").readlink() for process in (first, second, third)}
+        ours = facts_of(first.pid)
+
+    assert (card["host_dev_name"], card["guest_mac"]) == (network.TAP, network.CARD)
+    assert devices == [["lo", network.TAP]] * 3
+    assert len(places) == 3
+    assert int(ours.status["CapBnd"], 16) == 0
+    assert ours.root == ["dev", "disk", "firecracker", "template", "vm"]
+
+
+async def test_a_machine_that_was_made_without_a_card_has_none(driver: FirecrackerDriver, site: Site) -> None:
+    await site.make_template(driver)
+
+    async with site.clone(driver) as (process, machine, _):
+        assert (await machine.api.get("/vm/config"))["network-interfaces"] == []
+        assert devices_of(process.pid) == ["lo"]
+        assert not Path(f"/proc/{process.pid}/root/dev/net").exists()
+
+
+def devices_of(pid: int) -> list[str]:
+    lines = Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]
+    return sorted(line.partition(":")[0].strip() for line in lines)
 
 
 # ---- the backend ---------------------------------------------------------------------------------

@@ -291,7 +291,7 @@ async def test_an_image_may_be_removed_while_a_machine_of_it_runs(machines: Mach
 async def test_what_cannot_be_is_refused_before_anything_is_made(machines: Machines) -> None:
     place, _, client = machines
     for wrong, error in (
-        ({"network": "proxied"}, errors.UnsupportedError),
+        ({"network": "routed"}, errors.UnsupportedError),
         ({"memory": "8MiB"}, errors.InvalidArgumentError),
         ({"disk": "1MiB"}, errors.InvalidArgumentError),
         ({"image": "nowhere"}, errors.EnvironmentNotFoundError),

@@ -245,7 +245,7 @@ async def test_what_a_microvm_cannot_give_is_refused_by_name(machines: tuple[Pla
     with pytest.raises(errors.InvalidArgumentError, match="at least 96 MiB"):
         await client.create(ENVIRONMENT, backend="microvm", memory="32MiB")
     with pytest.raises(errors.UnsupportedError, match="network mode"):
-        await client.create(ENVIRONMENT, backend="microvm", network="proxied")
+        await client.create(ENVIRONMENT, backend="microvm", network="routed")
 
 
 async def test_kill_9_of_the_node_loses_no_machine_no_byte_and_no_exit(small_store: Path) -> None:

@@ -44,7 +44,7 @@ impl Card {
             *to = from as libc::c_char;
         }
         request.ifr_ifru.ifru_hwaddr = hardware;
-        ask(libc::SIOCSIFHWADDR as u64, &mut request)
+        ask(libc::SIOCSIFHWADDR, &mut request)
     }
 
     /// Gives it its address, and brings it up.
@@ -56,11 +56,11 @@ impl Card {
         for (what, value) in [(libc::SIOCSIFADDR, address), (libc::SIOCSIFNETMASK, mask)] {
             let mut request = self.request();
             request.ifr_ifru.ifru_addr = plain(value);
-            ask(what as u64, &mut request)?;
+            ask(what, &mut request)?;
         }
         let mut request = self.request();
         request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as i16;
-        ask(libc::SIOCSIFFLAGS as u64, &mut request)
+        ask(libc::SIOCSIFFLAGS, &mut request)
     }
 
     pub(crate) fn request(&self) -> libc::ifreq {
@@ -102,7 +102,7 @@ pub fn set_default_route(gateway: Ipv4Addr) -> io::Result<()> {
     route.rt_genmask = plain(Ipv4Addr::UNSPECIFIED);
     route.rt_gateway = plain(gateway);
     route.rt_flags = libc::RTF_UP | libc::RTF_GATEWAY;
-    ask(libc::SIOCADDRT as u64, &mut route)
+    ask(libc::SIOCADDRT, &mut route)
 }
 
 fn plain(address: Ipv4Addr) -> libc::sockaddr {

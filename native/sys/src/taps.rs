@@ -59,7 +59,7 @@ pub fn make_tap(
 /// In the table that is asked first.
 fn route_to(card: &Card, peer: Ipv4Addr) -> io::Result<()> {
     let mut request = card.request();
-    ask(libc::SIOCGIFINDEX as u64, &mut request)?;
+    ask(libc::SIOCGIFINDEX, &mut request)?;
     // SAFETY: the call above has filled this member.
     let index = unsafe { request.ifr_ifru.ifru_ifindex };
     let message = route_message(index as u32, peer);

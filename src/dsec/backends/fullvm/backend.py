@@ -27,7 +27,7 @@ from dsec.backends.machines import MachineDisk
 from dsec.backends.vm.accelerator import Accelerator, choose_accelerator
 from dsec.backends.vm.backend import MachineBackend
 from dsec.backends.vm.capture import Below, Source
-from dsec.backends.vm.clones import NETWORKS, awaken, check_network, check_same, disk_of, memory_of, processors_of
+from dsec.backends.vm.clones import awaken, check_network, check_same, disk_of, memory_of, processors_of
 from dsec.backends.vm.kernel import fetch_kernel, find_kernel
 from dsec.backends.vm.machine import TEMPLATE
 from dsec.backends.vm.monitor import Confines, MonitorProcess
@@ -93,7 +93,7 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
     def capabilities(self) -> Capabilities:
         return Capabilities(
             substrate=Substrate.FULLVM,
-            networks=NETWORKS,
+            networks=frozenset({NetworkMode.NONE}),
             pause=True,
             snapshot=Keeps.DISK_MEMORY,
             fork=Keeps.DISK_MEMORY,

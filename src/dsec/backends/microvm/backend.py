@@ -19,7 +19,7 @@ from dsec.backends.microvm.record import MicrovmRecord
 from dsec.backends.vm import machine
 from dsec.backends.vm.backend import MachineBackend
 from dsec.backends.vm.capture import Below, Source
-from dsec.backends.vm.clones import NETWORKS, awaken, check_network, check_same, disk_of, memory_of, processors_of
+from dsec.backends.vm.clones import awaken, check_network, check_same, disk_of, memory_of, processors_of
 from dsec.backends.vm.disks import check_layers, digest_of, has_blob, layer_binds
 from dsec.backends.vm.driver import DISK_NAME
 from dsec.backends.vm.drivers import Machine, VmDriver
@@ -70,7 +70,7 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
     def capabilities(self) -> Capabilities:
         return Capabilities(
             substrate=Substrate.MICROVM,
-            networks=NETWORKS,
+            networks=frozenset({NetworkMode.NONE}),
             pause=True,
             snapshot=Keeps.DISK_MEMORY,
             fork=Keeps.DISK_MEMORY,

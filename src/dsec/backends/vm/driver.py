@@ -129,7 +129,9 @@ class Driver(Runner):
         memory = machine.clone_memory(shape.memory_bytes, read_only=keeps)
         argv = self._argv(shape, drive, layers, memory=memory)
         argv += machine.console_ring()
-        return self.start(confined(confines, binds, network=shape.network), [*argv, *machine.incoming(bare=template.bare)])
+        return self.start(
+            confined(confines, binds, network=shape.network), [*argv, *machine.incoming(bare=template.bare)]
+        )
 
     async def go_on(
         self,
