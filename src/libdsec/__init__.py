@@ -138,14 +138,14 @@ class DSecClient:
 
 
 def _check_network(rules: Mapping[str, bool]) -> None:
-    """A rule that allows something is refused as long as there is only network "none": never ignored."""
+    """A rule that allows something is refused, and never ignored: it is a word, and no host."""
     from dsec.core.errors import UnsupportedError
 
     allowed = sorted(name for name, allow in rules.items() if allow)
     if allowed:
         raise UnsupportedError(
-            f"network_rules allow {', '.join(allowed)}, and sandboxes have no network yet",
-            hint="set every rule to False, and upload what the sandbox needs",
+            f"network_rules allow {', '.join(allowed)}, and which hosts that are is not known here",
+            hint="set every rule to False; dsec's own create(network='proxied', egress=[…]) takes hosts",
         )
 
 

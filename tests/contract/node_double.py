@@ -32,6 +32,7 @@ from dsec.wire.node import (
     FileCall,
     Method,
     OutputQuery,
+    SetEgress,
     SetTtl,
     StdinWrite,
     Stream,
@@ -180,6 +181,10 @@ class NodeDouble:
     async def _set_ttl(self, body: bytes, caller: Caller, key: str | None) -> Sandbox:
         request = unpack(body, SetTtl)
         return self._changed(self._own(request.sandbox, caller), ttl_idle_s=request.ttl.ttl_idle_s)
+
+    async def _set_egress(self, body: bytes, caller: Caller, key: str | None) -> Sandbox:
+        request = unpack(body, SetEgress)
+        return self._changed(self._own(request.sandbox, caller), egress=request.request.egress)
 
     def _changed(self, sandbox: Sandbox, **more: Any) -> Sandbox:
         self.sandboxes[sandbox.id] = changed = msgspec.structs.replace(sandbox, **more)

@@ -81,6 +81,22 @@ def test_sandboxes_are_paused_and_resumed(cli: Command, sb: dsec.Sandbox) -> Non
     cli("pause", "nobody", status=125)
 
 
+def test_what_a_sandbox_reaches_is_shown_and_replaced(cli: Command, sb: dsec.Sandbox) -> None:
+    options = ("--backend", "fake", "--network", "proxied")
+    id = cli("create", *options, "--egress", "packages.example", "--egress", "*.mirror.example:80").decode().strip()
+
+    assert cli("egress", id) == b"packages.example\n*.mirror.example:80\n"
+    assert cli("egress", id, "--allow", "A.example:443,80") == b"a.example\n"
+    assert cli("egress", id, "--allow", "none") == b"nothing\n"
+    assert cli("egress", id, "--public") == b"all that is public\n"
+    assert cli.json("egress", id)["egress"] is None
+    assert cli("egress", "box") == b"nothing: its network is none\n"
+    cli("egress", "box", "--allow", "packages.example", status=125)
+    cli("egress", id, "--allow", "packages.example", "--public", status=2)
+    cli("create", "--backend", "fake", "--egress", "packages.example", status=2)
+    cli("rm", id)
+
+
 def test_a_command_has_its_output_and_status(cli: Command, sb: dsec.Sandbox) -> None:
     done = cli.run("exec", "-c", "box", "echo out; echo err >&2; exit 7")
     assert (done.returncode, done.stdout, done.stderr) == (7, b"out\n", b"err\n")

@@ -124,6 +124,34 @@ async def test_times_to_live_pause_and_metrics(sb: dsec.AsyncSandbox) -> None:
     assert (await sb.refresh()).state == "running"
 
 
+async def test_what_a_sandbox_reaches_is_said_at_the_create_and_replaced_later(client: dsec.AsyncClient) -> None:
+    rules = ["Packages.example", "*.mirror.example:80", "10.1.0.0/16:5432"]
+    made = await client.create("base", backend="fake", network="proxied", egress=rules)
+
+    assert (made.info.network, made.info.egress) == (
+        "proxied",
+        ["packages.example", "*.mirror.example:80", "10.1.0.0/16:5432"],
+    )
+    assert (await made.set_egress(["files.example:8000-8010"])).egress == ["files.example:8000-8010"]
+    assert (await made.set_egress([])).egress == []
+    assert (await made.set_egress(None)).egress is None
+    assert (await made.refresh()).network == "proxied"
+    with pytest.raises(errors.InvalidArgumentError, match="is a URL"):
+        await made.set_egress(["https://packages.example/simple"])
+    with pytest.raises(errors.InvalidArgumentError, match="must be a list"):
+        await made.set_egress("packages.example")
+    await made.destroy()
+
+
+async def test_a_sandbox_without_a_network_takes_no_rules(client: dsec.AsyncClient, sb: dsec.AsyncSandbox) -> None:
+    with pytest.raises(errors.SandboxStateError, match="reaches nothing"):
+        await sb.set_egress(["packages.example"])
+    with pytest.raises(errors.InvalidArgumentError, match="network proxied"):
+        await client.create("base", backend="fake", egress=["packages.example"])
+    with pytest.raises(errors.UnsupportedError):
+        await client.create("base", backend="fake", network="routed")
+
+
 async def test_a_sandbox_whose_create_was_cancelled_does_not_stay(client: dsec.AsyncClient) -> None:
     creating = asyncio.create_task(client.create("base", backend="fake", labels={"cancelled": "1"}))
     await asyncio.sleep(0)

@@ -26,6 +26,7 @@ from dsec.wire.node import (
     Right,
     SessionStart,
     SessionStop,
+    SetEgress,
     SetTtl,
     StdinWrite,
 )
@@ -126,6 +127,8 @@ def request_for(method: Method, sandbox: str, exec: str) -> Any:
             return Rollback(sandbox, RollbackRequest("snap"))
         case Method.SET_TTL:
             return SetTtl(sandbox, records.TtlRequest(ttl_running_s=1.0))
+        case Method.SET_EGRESS:
+            return SetEgress(sandbox, records.EgressRequest(egress=["a.example"]))
         case Method.EXEC_START:
             return ExecStart(sandbox, records.ExecRequest(id=new_exec_id(), argv=["true"]))
         case Method.EXEC_GET | Method.EXEC_KILL:

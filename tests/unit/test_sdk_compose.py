@@ -137,6 +137,31 @@ def test_variables_are_filled_in(tmp_path: Path, given: str, value: str) -> None
     assert spec.env == {"X": value}
 
 
+def test_a_service_has_a_network_when_that_is_asked_for(tmp_path: Path) -> None:
+    spec = spec_of(
+        tmp_path, "x-dsec-network: proxied\nx-dsec-egress: [Packages.example, $HOST]", variables={"HOST": "a.example"}
+    )
+
+    assert (spec.network, spec.egress) == ("proxied", ("packages.example", "a.example"))
+    assert spec_of(tmp_path, "x-dsec-network: proxied").egress is None
+    assert spec_of(tmp_path, "x-other: {a: 1}").network == "none"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("x-dsec-egress: [packages.example]", "network proxied"),
+        ("x-dsec-network: host", "there is no network 'host'"),
+        ("x-dsec-network: proxied\nx-dsec-egress: packages.example", "it must be a list"),
+        ("x-dsec-network: proxied\nx-dsec-egress: [80]", "every rule must be text"),
+        ("x-dsec-network: proxied\nx-dsec-egres: [packages.example]", "'x-dsec-egres' is not supported"),
+    ],
+)
+def test_what_is_not_said_rightly_of_a_network_is_refused(tmp_path: Path, lines: str, said: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=said):
+        spec_of(tmp_path, lines)
+
+
 def test_variables_come_from_a_file_beside_it_too(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("TAG=12\nOTHER=file\n")
 

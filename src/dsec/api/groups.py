@@ -24,7 +24,7 @@ from dsec.core.errors import (
     UnsupportedError,
 )
 from dsec.core.ids import NodeId, SandboxId, node_of
-from dsec.core.spec import Place, SandboxSpec
+from dsec.core.spec import NetworkMode, Place, SandboxSpec
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack
 from dsec.wire.groups import GroupNote, GroupRequest, create_request, levels
@@ -162,12 +162,17 @@ def _sum_of(asked: GroupRequest) -> CreateRequest:
     whole = SandboxSpec(
         environment=specs[0].environment,
         substrate=specs[0].substrate,
-        network=specs[0].network,
+        network=_widest(specs),
         cpu=min(sum(spec.cpu for spec in specs), limits.CPU_MAX),
         memory_bytes=min(sum(spec.memory_bytes for spec in specs), limits.MEMORY_BYTES_MAX),
         place=Place(labels=labels, features=features) if places else None,
     )
     return CreateRequest(spec=whole)
+
+
+def _widest(specs: list[SandboxSpec]) -> NetworkMode:
+    """A node that has the one of some has `none`, too."""
+    return next((spec.network for spec in specs if spec.network is not NetworkMode.NONE), NetworkMode.NONE)
 
 
 def group_row(row: JobRow) -> JobRow:

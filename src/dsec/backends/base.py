@@ -44,6 +44,7 @@ class Capabilities:
     volumes: bool = False  # directories of the node can be mounted into instances
     links: bool = False  # the node can listen on an instance's loopback
     devices: bool = False  # devices of the host can be given to instances
+    network_reason: str = ""  # why there is none but `none`
     resource_view: str = "host"  # live | static | host (ruling 16)
     resource_view_reason: str = ""  # why it is no better
 

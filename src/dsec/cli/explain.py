@@ -8,7 +8,19 @@ import typer
 
 from dsec.cli.completion import complete_environment
 from dsec.cli.console import Json, client, lay_out, parse_pairs, put_json, run_async, settings
-from dsec.cli.options import Cpu, Datasets, Disk, Memory, Name, Substrate, TtlRunning, Volumes
+from dsec.cli.options import (
+    Cpu,
+    Datasets,
+    Disk,
+    Egress,
+    Memory,
+    Name,
+    Network,
+    Substrate,
+    TtlRunning,
+    Volumes,
+    egress_of,
+)
 from dsec.cli.pages import command
 from dsec.cli.volumes import mounts
 
@@ -26,7 +38,8 @@ def explain(
     disk: Disk = None,
     volume: Volumes = None,
     dataset: Datasets = None,
-    network: Annotated[str, typer.Option(metavar="MODE", help="none: loopback only.")] = "none",
+    network: Network = "none",
+    egress: Egress = None,
     name: Name = None,
     ttl_running: TtlRunning = None,
     snapshot: Annotated[str | None, typer.Option(metavar="NAME", help="From a snapshot.", show_default=False)] = None,
@@ -55,6 +68,7 @@ def explain(
                 memory=memory,
                 disk=disk,
                 network=network,
+                egress=egress_of(egress),
                 name=name,
                 ttl_running_s=ttl_running,
                 volumes=mounts(volume, dataset),

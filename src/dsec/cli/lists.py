@@ -26,11 +26,13 @@ from dsec.cli.options import (
     Cpu,
     Datasets,
     Disk,
+    Egress,
     Env,
     Job,
     Labels,
     Memory,
     Name,
+    Network,
     Pids,
     Queue,
     Substrate,
@@ -38,6 +40,7 @@ from dsec.cli.options import (
     TtlRunning,
     User,
     Volumes,
+    egress_of,
 )
 from dsec.cli.pages import command
 from dsec.cli.volumes import mounts
@@ -73,7 +76,8 @@ def create(
     workdir: Annotated[
         str | None, typer.Option(metavar="DIR", help="In which its commands begin.", show_default=False)
     ] = None,
-    network: Annotated[str, typer.Option(metavar="MODE", help="none: loopback only.")] = "none",
+    network: Network = "none",
+    egress: Egress = None,
     name: Name = None,
     label: Labels = None,
     job: Job = None,
@@ -120,6 +124,7 @@ def create(
                 user=user,
                 workdir=workdir,
                 network=network,
+                egress=egress_of(egress),
                 name=name,
                 labels=parse_pairs(label, "label"),
                 job=job,

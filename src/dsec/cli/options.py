@@ -30,6 +30,18 @@ Datasets = Annotated[
         "--dataset", metavar="NAME:/PATH", help="A dataset of the node to mount. May be repeated.", show_default=False
     ),
 ]
+Network = Annotated[
+    str, typer.Option("--network", metavar="MODE", help="none: loopback only; proxied: what --egress allows, by TCP.")
+]
+Egress = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--egress",
+        metavar="HOST[:PORTS]",
+        help="With --network proxied: this and no more, else all that is public. May be repeated; none: nothing.",
+        show_default=False,
+    ),
+]
 Pids = Annotated[int, typer.Option(metavar="COUNT", help="Processes and threads at once.")]
 Queue = Annotated[float, typer.Option("--queue", metavar="SECONDS", help="Where there is no room, wait for some.")]
 Env = Annotated[
@@ -53,3 +65,8 @@ User = Annotated[
     str | None,
     typer.Option("--user", "-u", metavar="USER", help="Whose rights to use: name or number, with :group if wanted."),
 ]
+
+
+def egress_of(given: list[str] | None) -> list[str] | None:
+    """Of --egress and --allow. The word `none` alone is no rule."""
+    return [] if given == ["none"] else given or None

@@ -229,6 +229,7 @@ PAGES: Final[dict[str, Page]] = {
             ("dsec create base --name box", "a sandbox named box"),
             ("dsec create base --memory 2GiB --cpu 2 --ttl-idle 600", "larger, and gone after ten idle minutes"),
             ("dsec create postgres --start --ready-port 5432", "with the environment's own program"),
+            ("dsec create base --network proxied --egress packages.example", "with one place that it reaches"),
         ),
         _SANDBOX,
     ),
@@ -236,6 +237,17 @@ PAGES: Final[dict[str, Page]] = {
         "Those of your project and of projects below it. With --all also those that have ended within a day, with why.",
         (("dsec ls", "what lives"), ("dsec ls -q --label run=7", "ids of some")),
         f"a list of {_SANDBOX.removeprefix('a ')}s",
+    ),
+    "egress": Page(
+        "Without options it says what the rules are, one a line. Rules are HOST[:PORTS]: a name (ports 80 and 443), "
+        "*.NAME for all below it, an address or a network; `:*` is every port. What --allow gives replaces all rules; "
+        "connections that are still allowed go on, the others are cut.",
+        (
+            ("dsec egress box", "what it reaches"),
+            ("dsec egress box --allow packages.example --allow files.example", "while packages are installed"),
+            ("dsec egress box --allow none", "nothing any more"),
+        ),
+        _SANDBOX,
     ),
     "pause": Page(
         "It takes no processor; its memory stays, and goes to swap where the node pages out. The next use resumes it, "

@@ -20,7 +20,22 @@ from dsec.cli.console import (
     say,
     settings,
 )
-from dsec.cli.options import Cpu, Datasets, Disk, Env, Environment, Memory, Pids, Queue, Substrate, User, Volumes
+from dsec.cli.options import (
+    Cpu,
+    Datasets,
+    Disk,
+    Egress,
+    Env,
+    Environment,
+    Memory,
+    Network,
+    Pids,
+    Queue,
+    Substrate,
+    User,
+    Volumes,
+    egress_of,
+)
 from dsec.cli.pages import command as register_command
 from dsec.cli.volumes import mounts
 
@@ -64,6 +79,8 @@ def run(
     pids: Pids = 1024,
     volume: Volumes = None,
     dataset: Datasets = None,
+    network: Network = "none",
+    egress: Egress = None,
     env: Env = None,
     secrets: Secrets = None,
     user: User = None,
@@ -89,6 +106,8 @@ def run(
                 disk=disk,
                 pids=pids,
                 volumes=mounts(volume, dataset),
+                network=network,
+                egress=egress_of(egress),
                 user=user,
                 ttl_idle_s=3_600.0,
                 queue_s=queue,

@@ -288,6 +288,10 @@ GROUPS_AT_ONCE_MAX: Final = 8  # members of one group that are being created; fu
 SANDBOX_LINKS_MAX: Final = 64  # each is a listening socket of the node
 LINK_CONNECTIONS_MAX: Final = 256  # of one sandbox, over all its links: two sockets' buffers and a stream each
 LINK_BACKLOG: Final = 128  # connections that wait for their turn, in the kernel; further ones are not answered
+EGRESS_RULES_MAX: Final = 128  # of one sandbox: each new connection and name is compared with all of them
+EGRESS_RULE_BYTES_MAX: Final = 512  # a name of 253, and room for ports
+EGRESS_PORT_RANGES_MAX: Final = 16  # of one rule
+EGRESS_DENIALS_TOLD_MAX: Final = 8  # different ones in one event: a sandbox chooses what it asks for
 LINK_CHUNK_BYTES: Final = 64 * KIB  # one piece on its way; what a peer that reads nothing costs
 JOB_ORDERS_KEPT: Final = 10_000  # jobs of which a node remembers the last order, so that a late one changes nothing
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from dsec.core import limits
+from dsec.core.egress import plain_egress
 from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.ids import parse_name, parse_node_id
 from dsec.core.references import parse_reference
@@ -29,7 +30,7 @@ _NO_VOLUMES = frozenset({"/", "/proc", "/sys", "/dev"})  # the launcher mounts t
 
 class NetworkMode(enum.StrEnum):
     NONE = "none"  # own namespace with nothing but loopback
-    PROXIED = "proxied"
+    PROXIED = "proxied"  # TCP to what `egress` allows, through the node; nothing else of the network
     ROUTED = "routed"
 
 
@@ -166,6 +167,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     disk_bytes: int | None = None  # what it may write; refused where the node cannot enforce it
     pids_max: int = 1024
     network: NetworkMode = NetworkMode.NONE
+    egress: tuple[str, ...] | None = None  # with "proxied", rules of core.egress; None: all that is public
     env: dict[str, str] = {}
     user: str | None = None  # default of its execs: "name", "uid", "name:group" or "uid:gid"
     workdir: str | None = None  # default of its execs
@@ -203,6 +205,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if self.job is not None:
             parse_name(self.job, "job name")
         check_links(self)
+        _settle_egress(self)
         check_env(self.env)
         check_labels(self.labels)
         check_volumes(self.volumes)
@@ -263,6 +266,17 @@ def check_links(spec: SandboxSpec) -> None:
         raise InvalidArgumentError("a link is there twice")
     if any(link.name in (spec.member, "localhost") for link in spec.links):
         raise InvalidArgumentError("a link leads to another sandbox: its name is not localhost, nor that of its own")
+
+
+def _settle_egress(spec: SandboxSpec) -> None:
+    """Rules that mean the same are the same text from here on."""
+    if spec.egress is None:
+        return
+    if spec.network is not NetworkMode.PROXIED:
+        raise InvalidArgumentError(
+            "egress says what a sandbox with network proxied reaches", hint="ask for network proxied, too"
+        )
+    msgspec.structs.force_setattr(spec, "egress", plain_egress(spec.egress))
 
 
 def link_addresses(spec: SandboxSpec) -> dict[str, str]:

@@ -11,7 +11,8 @@ class UsageMeter:
     """Sums up samples. Memory between two samples counts as their mean; while frozen it counts on."""
 
     __slots__ = (
-        "_at", "_cpu_before_s", "_disk_full", "_memory_bytes", "_oom_kills_before", "cpu_s", "memory_gib_s", "oom_kills"
+        "_at", "_cpu_before_s", "_disk_full", "_memory_bytes", "_oom_kills_before", "_received", "_sent", "cpu_s",
+        "memory_gib_s", "oom_kills",
     )  # fmt: skip
 
     def __init__(self, now: float, *, memory_gib_s: float = 0.0) -> None:
@@ -23,6 +24,12 @@ class UsageMeter:
         self._cpu_before_s = 0.0  # of instances that were replaced
         self._oom_kills_before = 0
         self._disk_full = False
+        self._sent = Climbing()
+        self._received = Climbing()
+
+    def note_traffic(self, sent: int, received: int) -> tuple[int, int]:
+        """As its forwarder has counted them; what is new since the last time."""
+        return self._sent.note(sent), self._received.note(received)
 
     @property
     def memory_bytes(self) -> int:
@@ -64,4 +71,23 @@ class UsageMeter:
             frozen_s=max(0.0, frozen_s),
             lived_s=max(0.0, lived_s),
             output_bytes=output_bytes,
+            sent_bytes=self._sent.total,
+            received_bytes=self._received.total,
         )
+
+
+class Climbing:
+    """A count that somebody else keeps, who may begin again at nothing."""
+
+    __slots__ = ("_last", "total")
+
+    def __init__(self) -> None:
+        self._last = 0
+        self.total = 0
+
+    def note(self, count: int) -> int:
+        """What is new."""
+        new = count - self._last if count >= self._last else count
+        self._last = count
+        self.total += new
+        return new

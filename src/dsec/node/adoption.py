@@ -160,6 +160,7 @@ class Adoption:
                 await _end(sandbox, EndCause.PLATFORM_FAILURE, f"it could not be taken over: {error or 'no answer'}")
         else:
             sandbox.arm()
+            self._services.egress.reopen(sandbox)
             self._services.links.reopen(sandbox)
             if sandbox.row.main_due_at is not None:  # others do not wait for it to be ready
                 self._services.tasks.spawn(_start_again(sandbox, self._services))

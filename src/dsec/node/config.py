@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.rungs import Rung
 from dsec.core.spec import Substrate
+from dsec.wire.egress import PRIVATE_MAX, RESOLVERS_MAX
 
 ENDED_DIR: Final = "ended"
 
@@ -77,6 +79,50 @@ class CollectConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EgressConfig:
+    """Of sandboxes with network `proxied`."""
+
+    offered: bool = True  # False: none are made
+    private: tuple[str, ...] = ()  # networks that are not public, and that rules of sandboxes may name all the same
+    resolvers: tuple[str, ...] = ()  # who is asked for names, as ADDRESS or ADDRESS:PORT; none: as the host does
+
+    def __post_init__(self) -> None:
+        if len(self.private) > PRIVATE_MAX or len(self.resolvers) > RESOLVERS_MAX:
+            raise InvalidArgumentError(
+                f"egress has at most {PRIVATE_MAX} networks in private, and {RESOLVERS_MAX} resolvers"
+            )
+        for network in self.private:
+            _check_network(network)
+        for resolver in self.resolvers:
+            _check_resolver(resolver)
+
+
+def _check_network(text: str) -> None:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"{text[:60]!r} in egress.private is no network", hint="such as 10.1.0.0/16"
+        ) from error
+
+
+def _check_resolver(text: str) -> None:
+    host, port = text, "53"
+    if text.startswith("["):
+        host, _, port = text[1:].partition("]:")
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+    try:
+        ipaddress.ip_address(host)
+        if not port.isdecimal() or not 1 <= int(port) <= 65_535:
+            raise ValueError
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"{text[:60]!r} in egress.resolvers is no address", hint="such as 9.9.9.9, 10.0.0.2:5353 or [fd00::2]:53"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
 class NodeConfig:
     """`state_dir` outlives a restart of the host, `run_dir` does not. Both belong to one node."""
 
@@ -101,6 +147,7 @@ class NodeConfig:
     warm: WarmConfig = WarmConfig()
     collect: CollectConfig = CollectConfig()
     idle: IdleConfig = IdleConfig()
+    egress: EgressConfig = EgressConfig()
     datasets: Mapping[str, Path] = field(default_factory=dict)  # directories of the host that sandboxes may read
     calls: CallsConfig = field(default_factory=CallsConfig)
     labels: Mapping[str, str] = field(default_factory=dict)  # what `place.labels` of a sandbox must agree with

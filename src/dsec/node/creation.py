@@ -26,7 +26,7 @@ from dsec.core.errors import (
     UnsupportedError,
 )
 from dsec.core.ids import NodeId, SandboxId, new_sandbox_id
-from dsec.core.spec import SandboxSpec, Substrate
+from dsec.core.spec import NetworkMode, SandboxSpec, Substrate
 from dsec.core.states import EndCause, SandboxState
 from dsec.node.admission import Room, refusal
 from dsec.node.approach import Approach
@@ -354,7 +354,8 @@ class Creation:
                             wanted = replace(wanted, volumes=sources)
                         step = "claim"
                         user = sandbox.row.spec.user
-                        done_ms = create_ms if program is None and user is None else None
+                        alone = program is None and user is None and sandbox.row.spec.network is NetworkMode.NONE
+                        done_ms = create_ms if alone else None
                         # Spares are made of environments.
                         ready = origin is None and await self._claim(sandbox, backend, wanted, key, done_ms)
                         if not ready:
@@ -363,6 +364,8 @@ class Creation:
                             step = "hello"
                             client = None if approach is None else await approach.client()
                             await sandbox.begin(instance, client, deadline_s=left_s())
+                        step = "network"
+                        await self._services.egress.open(sandbox)
                         step = "links"
                         await self._services.links.open(sandbox)
                         if user is not None:

@@ -11,6 +11,7 @@ from typing import Final
 
 from dsec.backends.base import Backend
 from dsec.backends.fncall.calls import Calls
+from dsec.backends.forwarding import MakeForwarder
 from dsec.backends.machines import HasImages, KeepsMachines
 from dsec.binaries import find_binary
 from dsec.core.clock import Clock, SystemClock
@@ -35,6 +36,7 @@ from dsec.node.collecting import Collector
 from dsec.node.config import NodeConfig
 from dsec.node.creation import Creation
 from dsec.node.devices import Devices
+from dsec.node.egress import NodeEgress
 from dsec.node.endedrecords import EndedRecords
 from dsec.node.environments import Environments
 from dsec.node.exectable import ExecTable
@@ -98,7 +100,9 @@ class Node:
         clock: Clock | None = None,
         sleep: Sleep = asyncio.sleep,
         boot_id: str | None = None,
+        make_forwarder: MakeForwarder | None = None,
     ) -> None:
+        """`make_forwarder`: of sandboxes with network `proxied`; without one there are none."""
         self.config = config
         self.environments = environments
         self.clock: Clock = clock or SystemClock()
@@ -107,6 +111,7 @@ class Node:
         self.started_at = 0.0
         self._make_backends = make_backends
         self._boot_id = boot_id
+        self._make_forwarder = make_forwarder
         self._tasks = Tasks("the node")
         self._lock: int | None = None
         self._closed = False
@@ -187,6 +192,7 @@ class Node:
             layers=self.environments.layers,
             volumes=self.volumes,
             links=NodeLinks(self.registry, self._tasks, self._sleep, is_paused=self.jobs.is_paused),
+            egress=NodeEgress(self.registry, self.journal, self.clock, self._tasks, self._sleep, self._make_forwarder),
             jobs=self.jobs,
             memory=self.memory,
         )
@@ -226,6 +232,7 @@ class Node:
         self._reaper.start(self._tasks)
         self.warm.start()
         self._tasks.spawn(self.volumes.clean())
+        self._tasks.spawn(self._services.egress.sweep())
         self.calls.start()
         self._tasks.spawn(self._housekeep())
         self._tasks.spawn(self._tidy_environments())
@@ -245,6 +252,8 @@ class Node:
         if hasattr(self, "warm"):
             await self.warm.close()
         await self._tasks.close()
+        if hasattr(self, "_services"):
+            await self._services.egress.close()
         if hasattr(self, "ended"):
             self.ended.close()
         if hasattr(self, "_record_place"):
@@ -365,6 +374,10 @@ class Node:
             raise UnsupportedError(f"this node does not offer the substrate {substrate}, which calls need")
         return found
 
+    async def set_egress(self, sandbox: Supervisor, egress: list[str] | None) -> None:
+        """What it reaches from now on. Raises as `NodeEgress.set`."""
+        await self._services.egress.set(sandbox, None if egress is None else tuple(egress))
+
     def load(self) -> NodeLoad:
         config = self.config
         return NodeLoad(
@@ -460,6 +473,8 @@ class Node:
         self._services.links.drop(id)
         self.memory.drop(id)
         found = self.registry.find(id)
+        if found is not None:
+            self._services.egress.drop(found)
         self.registry.remove(id)
         if found is not None and found.tombstone is not None:
             self.ended.keep(found.execs, found.tombstone.sandbox.ended_at or self.clock.wall_s())

@@ -146,6 +146,7 @@ class Rollbacks:
         if sandbox.state is SandboxState.PAUSED:
             row, _ = resumed_row(row, sandbox.lifetime, self._services.clock.monotonic_s())
         before = await sandbox.replace_instance(became, client, row, spare=spare, hold=resolved.hold)
+        self._services.egress.reopen(sandbox)
         self._services.links.reopen(sandbox)
         self._services.tasks.spawn(self._drop(sandbox, before))
 

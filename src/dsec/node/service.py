@@ -79,6 +79,7 @@ class Service:
             Method.LIST: (records.ListQuery, self._list),
             Method.DESTROY: (records.SandboxRef, self._destroy),
             Method.SET_TTL: (wire.SetTtl, self._set_ttl),
+            Method.SET_EGRESS: (wire.SetEgress, self._set_egress),
             Method.PAUSE: (records.PauseRequest, self._pause),
             Method.RESUME: (records.SandboxRef, self._resume),
             Method.JOB_COUNT: (JobQuery, self._job_count),
@@ -238,6 +239,11 @@ class Service:
             return self._view(request.id, caller)
         self._node.creation.give_up(request.id)
         return await sandbox.destroy(EndCause.DESTROYED)
+
+    async def _set_egress(self, request: wire.SetEgress, caller: Caller, _: str | None) -> records.Sandbox:
+        sandbox = self._sandbox(request.sandbox, caller)
+        await self._node.set_egress(sandbox, request.request.egress)
+        return sandbox.view()
 
     async def _set_ttl(self, request: wire.SetTtl, caller: Caller, _: str | None) -> records.Sandbox:
         sandbox = self._sandbox(request.sandbox, caller)

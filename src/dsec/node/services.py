@@ -14,6 +14,7 @@ from dsec.node.tasks import Tasks
 
 if TYPE_CHECKING:
     from dsec.backends.base import Layer
+    from dsec.node.egress import NodeEgress
     from dsec.node.environments import Hold
     from dsec.node.jobs import NodeJobs
     from dsec.node.links import NodeLinks
@@ -40,6 +41,7 @@ class Services:
     layers: Callable[[Sequence[str]], Awaitable[tuple[Hold, tuple[Layer, ...]]]]  # as of Environments
     volumes: Volumes
     links: NodeLinks
+    egress: NodeEgress
     jobs: NodeJobs
     memory: MemoryQueue
     closing: bool = False

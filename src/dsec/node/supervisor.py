@@ -465,6 +465,7 @@ class Supervisor:
         if self.instance is not None:
             with suppress(DsecError):
                 self.meter.sample(await self.instance.usage(), self._services.clock.monotonic_s())
+                await self._services.egress.measure(self)
 
     async def measure(self) -> records.Metrics:
         """As it is now. Neither resumes it nor counts as use."""

@@ -31,6 +31,7 @@ def view_of(
         disk_bytes=spec.disk_bytes,
         pids_max=spec.pids_max,
         network=str(spec.network),
+        egress=None if spec.egress is None else list(spec.egress),
         name=spec.name,
         job=spec.job,
         member=spec.member,

@@ -49,6 +49,15 @@ CALLS: Final = Counter(
     "dsec_calls_total", "Calls that were run, by what came of them.", ["type", "status"], registry=REGISTRY
 )
 CALL_PLACES: Final = Gauge("dsec_call_places", "Containers for calls of this node now.", registry=REGISTRY)
+EGRESS_BYTES: Final = Counter(
+    "dsec_egress_bytes_total", "Bytes forwarded for sandboxes, as far as it was looked at.", ["way"], registry=REGISTRY
+)
+EGRESS_DENIED: Final = Counter(
+    "dsec_egress_denied_total", "Names and connections that sandboxes asked for and may not reach.", registry=REGISTRY
+)
+EGRESS_ATTACH_FAILURES: Final = Counter(
+    "dsec_egress_attach_failures_total", "Times that a sandbox could not be attached to its network.", registry=REGISTRY
+)
 ENDS: Final = Counter(
     "dsec_ends_total", "Sandboxes that have ended, by cause.", ["substrate", "cause"], registry=REGISTRY
 )

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.ids import parse_name
-from dsec.core.spec import Environment, ReadyProbe, SandboxSpec, VolumeMount
+from dsec.core.spec import Environment, NetworkMode, ReadyProbe, SandboxSpec, VolumeMount
 from dsec.sdk.composefile import Scope, load, read_env_file, wrong
 from dsec.sdk.composevalues import (
     ports_of,
@@ -46,13 +46,15 @@ _SERVICE: Final = frozenset(
         "container_name",
         "restart",
         "platform",
+        "x-dsec-egress",
         "x-dsec-links",
+        "x-dsec-network",
     )
 )
 _HINTS: Final = {
     "build": "build the environment first (dsec env build NAME --dockerfile DIR), and name it as image",
     "networks": "all services of a group reach the ports of each other that are in ports or expose; leave it out",
-    "network_mode": "there is loopback and the links of the group; leave it out",
+    "network_mode": "there is loopback and the links of the group; more comes with x-dsec-network and x-dsec-egress",
     "links": "services reach each other by their names already; leave it out",
     "secrets": "give secrets to commands: sandbox.exec(…, secrets=…)",
     "configs": "upload the file when the group runs: sandbox.upload",
@@ -155,12 +157,30 @@ class _Service:
                 labels=_pairs(given.get("labels"), scope.at("labels")),
                 ready=self.probe,
                 volumes=self._mounts(),
+                network=self._network(),
+                egress=self._egress(),
                 **limits,
             )
         except InvalidArgumentError as error:
             error.message = error.message if scope.what in error.message else f"{scope.what}: {error.message}"
             raise
         return GroupMember(spec=spec, after=self._after(all))
+
+    def _network(self) -> NetworkMode:
+        given = self.given.get("x-dsec-network", NetworkMode.NONE)
+        if given not in list(NetworkMode):
+            raise wrong(self.scope.at("x-dsec-network"), f"there is no network {str(given)[:40]!r}")
+        return NetworkMode(given)
+
+    def _egress(self) -> tuple[str, ...] | None:
+        scope = self.scope.at("x-dsec-egress")
+        given = self.given.get("x-dsec-egress")
+        if given is None:
+            return None
+        rules = _list(given, scope)
+        if not all(isinstance(rule, str) for rule in rules):
+            raise wrong(scope, "every rule must be text", 'such as "packages.example" or "10.1.0.0/16:5432"')
+        return tuple(rules)
 
     @property
     def probe(self) -> ReadyProbe | None:
@@ -296,7 +316,8 @@ def _is_chosen(given: Any, profiles: Sequence[str], scope: Scope) -> bool:
 
 def _check_keys(given: Mapping[str, Any], known: frozenset[str], scope: Scope) -> None:
     for key in given:
-        if key not in known and not str(key).startswith("x-"):
+        # One of ours that is misspelt would take a restriction away without a word.
+        if key not in known and (not str(key).startswith("x-") or str(key).startswith("x-dsec-")):
             hint = _HINTS.get(str(key), f"there are {', '.join(sorted(known))}")
             raise wrong(scope, f"{str(key)[:60]!r} is not supported", hint)
 

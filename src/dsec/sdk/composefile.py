@@ -108,7 +108,7 @@ def _filled(value: Any, variables: Mapping[str, str], scope: Scope, budget: _Bud
         return {
             key: _filled(item, variables, scope.at(str(key)[:60]), budget, depth + 1)
             for key, item in value.items()
-            if not str(key).startswith("x-") or str(key) == "x-dsec-links"
+            if not str(key).startswith("x-") or str(key).startswith("x-dsec-")
         }
     return value
 

@@ -41,6 +41,7 @@ class CreateOptions(TypedDict, total=False):
     user: str | None
     workdir: str | None
     network: str
+    egress: Sequence[str] | None
     ttl_running_s: float | None
     ttl_idle_s: float | None
     labels: Mapping[str, str] | None
@@ -68,6 +69,7 @@ def make_spec(
     user: str | None = None,
     workdir: str | None = None,
     network: str = "none",
+    egress: Sequence[str] | None = None,
     ttl_running_s: float | None = None,
     ttl_idle_s: float | None = None,
     labels: Mapping[str, str] | None = None,
@@ -90,6 +92,7 @@ def make_spec(
         disk_bytes=None if disk is None else parse_size(disk, "disk"),
         pids_max=pids,
         network=_chosen(NetworkMode, network, "network"),
+        egress=None if egress is None else tuple(as_list(egress, "egress")),
         env=as_mapping(env, "env"),
         user=user,
         workdir=workdir,

@@ -21,13 +21,23 @@ from dsec.sdk.output import Offsets
 from dsec.sdk.ports import AsyncConnection, open_connection
 from dsec.sdk.process import AsyncProcess
 from dsec.sdk.pty import AsyncPty
-from dsec.sdk.requests import Command, CreateOptions, make_exec
+from dsec.sdk.requests import Command, CreateOptions, as_list, make_exec
 from dsec.sdk.results import ExecResult
 from dsec.sdk.running import OutputCallback, run_command, start_process
 from dsec.sdk.screen import AsyncScreen
 from dsec.sdk.sessions import AsyncSession
 from dsec.sdk.snapshots import MAKING_TIMEOUT_S, AsyncSnapshot
-from dsec.wire.records import ExecInfo, ExecPage, Metrics, SessionInfo, SessionPage, SessionRequest, TtlRequest, TtySize
+from dsec.wire.records import (
+    EgressRequest,
+    ExecInfo,
+    ExecPage,
+    Metrics,
+    SessionInfo,
+    SessionPage,
+    SessionRequest,
+    TtlRequest,
+    TtySize,
+)
 from dsec.wire.records import Sandbox as SandboxInfo
 from dsec.wire.snapshots import Forked, ForkRequest, RollbackRequest, SnapshotInfo, SnapshotRequest
 
@@ -70,6 +80,7 @@ class AsyncSandbox:
         user: str | None = None,
         workdir: str | None = None,
         network: str = "none",
+        egress: Sequence[str] | None = None,
         ttl_running_s: float | None = None,
         ttl_idle_s: float | None = None,
         labels: Mapping[str, str] | None = None,
@@ -94,6 +105,9 @@ class AsyncSandbox:
         `environment`: a name, or `dsec.Environment(base=…, workspace=…, toolkits=(…,))`. `cpu` in cores; sizes as
         bytes or text such as "4GiB"; `env`, `user` and `workdir` are the defaults of its commands; `ttl_running_s`
         counts from now, `ttl_idle_s` from its last use; with `keepalive` processes in the background are use, too.
+        `network`: "none" is loopback alone; with "proxied" it reaches, by TCP and through the node, what `egress`
+        allows: names such as "packages.example" (ports 80 and 443), "*.mirror.example:80" or "10.1.0.0/16:5432"; None
+        is all that is public, [] nothing.
         `privilege_gain` lets set-user-id programs (sudo) raise privileges inside. `start` runs what the environment
         says (ENTRYPOINT and CMD, or `entrypoint` and `command`): it is `main`. With `ready` this returns once it is so:
         a `dsec.ReadyProbe`, or its fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}.
@@ -119,6 +133,7 @@ class AsyncSandbox:
             user=user,
             workdir=workdir,
             network=network,
+            egress=egress,
             ttl_running_s=ttl_running_s,
             ttl_idle_s=ttl_idle_s,
             labels=labels,
@@ -216,6 +231,15 @@ class AsyncSandbox:
     async def set_ttl(self, *, ttl_running_s: float | None = None, ttl_idle_s: float | None = None) -> SandboxInfo:
         """Replaces both times to live; None is none. `ttl_running_s` counts from now."""
         return await self._told("PUT", "/ttl", TtlRequest(ttl_running_s=ttl_running_s, ttl_idle_s=ttl_idle_s))
+
+    async def set_egress(self, egress: Sequence[str] | None) -> SandboxInfo:
+        """Replaces what it reaches, with network "proxied"; None is all that is public, [] nothing.
+
+        Connections that are still allowed go on, the others are cut. Raises SandboxStateError where its network is
+        none. After an UnavailableError what is asked for holds as soon as the node's forwarder is back.
+        """
+        rules = None if egress is None else as_list(egress, "egress")
+        return await self._told("PUT", "/egress", EgressRequest(egress=rules))
 
     async def pause(self, *, deep: bool = False) -> SandboxInfo:
         """Stops all of it and keeps its memory. The next use resumes it first; its times to live stand still.

@@ -1117,6 +1117,7 @@ class Sandbox(Blocking[AsyncSandbox]):
         user: str | None = None,
         workdir: str | None = None,
         network: str = "none",
+        egress: Sequence[str] | None = None,
         ttl_running_s: float | None = None,
         ttl_idle_s: float | None = None,
         labels: Mapping[str, str] | None = None,
@@ -1141,6 +1142,9 @@ class Sandbox(Blocking[AsyncSandbox]):
         `environment`: a name, or `dsec.Environment(base=…, workspace=…, toolkits=(…,))`. `cpu` in cores; sizes as
         bytes or text such as "4GiB"; `env`, `user` and `workdir` are the defaults of its commands; `ttl_running_s`
         counts from now, `ttl_idle_s` from its last use; with `keepalive` processes in the background are use, too.
+        `network`: "none" is loopback alone; with "proxied" it reaches, by TCP and through the node, what `egress`
+        allows: names such as "packages.example" (ports 80 and 443), "*.mirror.example:80" or "10.1.0.0/16:5432"; None
+        is all that is public, [] nothing.
         `privilege_gain` lets set-user-id programs (sudo) raise privileges inside. `start` runs what the environment
         says (ENTRYPOINT and CMD, or `entrypoint` and `command`): it is `main`. With `ready` this returns once it is so:
         a `dsec.ReadyProbe`, or its fields, such as {"port": 8080} or {"shell": "test -e /run/up", "timeout_s": 60}.
@@ -1168,6 +1172,7 @@ class Sandbox(Blocking[AsyncSandbox]):
                     user=user,
                     workdir=workdir,
                     network=network,
+                    egress=egress,
                     ttl_running_s=ttl_running_s,
                     ttl_idle_s=ttl_idle_s,
                     labels=labels,
@@ -1288,6 +1293,14 @@ class Sandbox(Blocking[AsyncSandbox]):
     def set_ttl(self, *, ttl_running_s: float | None = None, ttl_idle_s: float | None = None) -> SandboxInfo:
         """Replaces both times to live; None is none. `ttl_running_s` counts from now."""
         return portal().run(self._async.set_ttl(ttl_running_s=ttl_running_s, ttl_idle_s=ttl_idle_s))
+
+    def set_egress(self, egress: Sequence[str] | None) -> SandboxInfo:
+        """Replaces what it reaches, with network "proxied"; None is all that is public, [] nothing.
+
+        Connections that are still allowed go on, the others are cut. Raises SandboxStateError where its network is
+        none. After an UnavailableError what is asked for holds as soon as the node's forwarder is back.
+        """
+        return portal().run(self._async.set_egress(egress))
 
     def pause(self, *, deep: bool = False) -> SandboxInfo:
         """Stops all of it and keeps its memory. The next use resumes it first; its times to live stand still.

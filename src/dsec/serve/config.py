@@ -24,7 +24,7 @@ from dsec.core.spec import Substrate
 from dsec.core.units import parse_size
 from dsec.image.registry.client import RegistrySettings
 from dsec.image.residue import check_pattern
-from dsec.node.config import CollectConfig, IdleConfig, NodeConfig, WarmConfig
+from dsec.node.config import CollectConfig, EgressConfig, IdleConfig, NodeConfig, WarmConfig
 from dsec.node.volumes import check_datasets
 from dsec.observe.logs import LEVELS
 from dsec.serve.cluster_settings import ClusterSettings
@@ -127,6 +127,17 @@ class CollectSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         )
 
 
+class EgressSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What sandboxes with network `proxied` reach beside what their own rules say."""
+
+    offered: bool = True  # false: none are made
+    private: tuple[str, ...] = ()  # networks (CIDR) that are not public, which rules of sandboxes may name all the same
+    resolvers: tuple[str, ...] = ()  # who is asked for names: ADDRESS or ADDRESS:PORT; none: as this machine does
+
+    def config(self) -> EgressConfig:
+        return EgressConfig(self.offered, self.private, self.resolvers)
+
+
 class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sizes also as text such as "4GiB". `dsec.node.config` says what each is for."""
 
@@ -144,6 +155,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     warm: WarmSettings = WarmSettings()
     collect: CollectSettings = CollectSettings()
     idle: IdleSettings = IdleSettings()
+    egress: EgressSettings = EgressSettings()
     datasets: dict[str, str] = {}  # name → directory of the node, which sandboxes of every project may read
 
     def __post_init__(self) -> None:
@@ -168,6 +180,7 @@ class NodeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             warm=self.warm.config(),
             collect=self.collect.config(blob_bytes_max=limits.IMAGE_CACHE_BYTES_DEFAULT),
             idle=self.idle.config(),
+            egress=self.egress.config(),
             datasets=check_datasets(self.datasets, own=(state_dir, run_dir)),
         )
 
@@ -391,11 +404,15 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         self.node.config(state_dir=Path(self.state_dir), run_dir=Path(self.run_dir))
         self.calls.config()
         if Substrate.CONTAINER in self.node.substrates:
-            ContainerConfig(run_dir=Path(self.run_dir), state_dir=Path(self.state_dir), **self.container.fields())  # type: ignore[arg-type]
+            ContainerConfig(run_dir=Path(self.run_dir), state_dir=Path(self.state_dir), **self.containers())  # type: ignore[arg-type]
         if Substrate.MICROVM in self.node.substrates:
             MicrovmConfig(run_dir=Path(self.run_dir), state_dir=Path(self.state_dir), **self.machines())  # type: ignore[arg-type]
         if Substrate.FULLVM in self.node.substrates:
             FullvmConfig(run_dir=Path(self.run_dir), state_dir=Path(self.state_dir), **self.full_machines())  # type: ignore[arg-type]
+
+    def containers(self) -> dict[str, object]:
+        """Fields of ContainerConfig."""
+        return {**self.container.fields(), "proxied": self.node.egress.offered}
 
     def machines(self) -> dict[str, object]:
         """Fields of MicrovmConfig; what both substrates share is set for containers."""

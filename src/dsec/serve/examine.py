@@ -71,7 +71,7 @@ def _backends(config: ServeConfig, node: NodeId, place: Path) -> dict[Substrate,
         node=node,
         run_dir=place / "run",
         state_dir=place / "state",
-        container=config.container.fields(),
+        container=config.containers(),
         microvm=config.machines(),
         fullvm=config.full_machines(),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,10 @@ from dsec.api.server import HttpServer, TcpAddress, load_tls
 from dsec.api.sharedaudit import SharedAudit
 from dsec.api.sharediam import SharedIamStore, SharedSlices
 from dsec.backends.base import Backend
+from dsec.backends.egress import Egress
+from dsec.backends.fake.egress import FakeForwarder
+from dsec.backends.fake.host import FakeHost
+from dsec.backends.forwarding import Forwarder
 from dsec.backends.registry import BackendSettings, build_backends
 from dsec.cluster.fleet import Fleet
 from dsec.cluster.jobs.orders import Orders
@@ -41,6 +45,7 @@ from dsec.serve.renewal import Renewal
 from dsec.storage.loader import Loader
 from dsec.storage.remote import RemoteLayers
 from dsec.storage.store.trusted import trusted_stores
+from dsec.wire.egress import EgressDenied, HelloArgs
 
 
 class NodePart:
@@ -59,6 +64,7 @@ class NodePart:
             ),
             make_backends=self._backends,
             environments=self._environments(),
+            make_forwarder=self._forwarder if config.node.egress.offered else None,
         )
         await node.start()
         self._stack.push_async_callback(node.close)
@@ -70,11 +76,19 @@ class NodePart:
             node=node,
             run_dir=Path(config.run_dir),
             state_dir=Path(config.state_dir),
-            container=config.container.fields(),
+            container=config.containers(),
             microvm=config.machines(),
             fullvm=config.full_machines(),
         )
         return build_backends(settings, frozenset(config.node.substrates))
+
+    def _forwarder(self, denied: Callable[[EgressDenied], None]) -> Forwarder:
+        config = self._config
+        if set(config.node.substrates) == {Substrate.FAKE}:
+            return FakeForwarder(FakeHost(), denied)
+        egress = config.node.egress
+        settings = HelloArgs(resolvers=egress.resolvers, private=egress.private)
+        return Egress(Path(config.run_dir), settings=settings, denied=denied)
 
     def _environments(self) -> Environments:
         config = self._config

@@ -79,3 +79,11 @@ def enter_network(namespace: int) -> None:
     if _libc.setns(namespace, _CLONE_NEWNET) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def leave_network() -> None:
+    """This thread, and no other, is in a network of its own from now on, which has nothing but a loopback that is down.
+    Raises OSError."""
+    if _libc.unshare(_CLONE_NEWNET) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

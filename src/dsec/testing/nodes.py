@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 from dsec.backends.base import Layer
 from dsec.backends.fake.backend import FakeBackend
+from dsec.backends.fake.egress import FakeForwarder
 from dsec.backends.fake.host import FakeHost
 from dsec.core.clock import Clock
 from dsec.core.errors import EnvironmentNotFoundError, NotFoundError, UnavailableError, UnsupportedError
@@ -212,6 +213,7 @@ def make_fake_node(
         clock=clock,
         sleep=sleep,
         boot_id=boot_id,
+        make_forwarder=lambda denied: FakeForwarder(backend.host, denied),
     )
 
 

@@ -28,6 +28,7 @@ class EventKind(enum.StrEnum):
     RESTED = "rested"  # nobody has used it for a while; `detail` is the rung: pause, page_out, sleep
     SNAPSHOT = "snapshot"
     ROLLED_BACK = "rolled_back"
+    EGRESS_DENIED = "egress_denied"  # it asked for what it may not reach; `detail` says for what, and how often
     DESTROYED = "destroyed"  # by somebody
     EXPIRED = "expired"  # its time to live was over
     FAILED = "failed"  # `cause` says why

@@ -12,7 +12,7 @@ import msgspec
 
 from dsec.wire import agent
 from dsec.wire.frames import Frame
-from dsec.wire.records import ExecRequest, NodeLoad, SessionRequest, SignalRequest, TtlRequest, TtySize
+from dsec.wire.records import EgressRequest, ExecRequest, NodeLoad, SessionRequest, SignalRequest, TtlRequest, TtySize
 
 
 class Right(enum.StrEnum):
@@ -43,6 +43,7 @@ class Method(enum.StrEnum):
     LIST = "list"  # ListQuery → SandboxPage
     DESTROY = "destroy"  # SandboxRef → Sandbox; ended already is not an error
     SET_TTL = "set_ttl"  # OnSandbox[TtlRequest] → Sandbox
+    SET_EGRESS = "set_egress"  # SetEgress → Sandbox
     PAUSE = "pause"  # PauseRequest → Sandbox
     RESUME = "resume"  # SandboxRef → Sandbox
     JOB_COUNT = "job_count"  # jobs.JobQuery → jobs.JobCounts
@@ -140,6 +141,11 @@ class Done(msgspec.Struct, frozen=True):
 class SetTtl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sandbox: str
     ttl: TtlRequest
+
+
+class SetEgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    sandbox: str
+    request: EgressRequest
 
 
 class ExecStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from dsec.core import limits
+from dsec.core.egress import plain_egress
 from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.ids import parse_exec_id, parse_name
 from dsec.core.spec import SandboxSpec, check_env, check_path
@@ -32,6 +33,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     pids_max: int
     network: str
+    egress: list[str] | None = None  # with network "proxied": what it reaches; None: all that is public
     disk_bytes: int | None = None  # None: no limit of its own
     name: str | None = None
     job: str | None = None
@@ -61,6 +63,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     frozen_s: float = 0.0
     lived_s: float = 0.0
     output_bytes: int = 0  # of its commands: recorded, and dropped above the budget
+    sent_bytes: int = 0  # through the proxy, with network "proxied"
+    received_bytes: int = 0
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +158,16 @@ class TtlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         for ttl in (self.ttl_running_s, self.ttl_idle_s):
             if ttl is not None and not 0.001 <= ttl <= limits.TTL_S_MAX:
                 raise LimitError(f"a time to live must be between 0.001 and {limits.TTL_S_MAX:g} seconds")
+
+
+class EgressRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Replaces what a sandbox with network "proxied" reaches; None: all that is public, []: nothing."""
+
+    egress: list[str] | None
+
+    def __post_init__(self) -> None:
+        plain = plain_egress(self.egress)
+        msgspec.structs.force_setattr(self, "egress", None if plain is None else list(plain))
 
 
 class SandboxRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,10 +21,11 @@ from dsec.core.spec import Place, check_labels
 from dsec.core.states import SandboxState
 from dsec.wire.api import HEADER_NODE
 from dsec.wire.codec import to_json
-from dsec.wire.node import Method, Right, SetTtl
+from dsec.wire.node import Method, Right, SetEgress, SetTtl
 from dsec.wire.plans import Explanation
 from dsec.wire.records import (
     CreateRequest,
+    EgressRequest,
     ListQuery,
     Metrics,
     PauseRequest,
@@ -168,6 +169,12 @@ async def set_ttl(request: Request) -> Answer:
     return await request.forward(Method.SET_TTL, SetTtl(request.sandbox, body), Sandbox)
 
 
+async def set_egress(request: Request) -> Answer:
+    body = await request.record(EgressRequest)
+    asked = SetEgress(request.sandbox, body)
+    return await request.forward(Method.SET_EGRESS, asked, Sandbox, timeout_s=_CHANGE_TIMEOUT_S)
+
+
 async def pause_sandbox(request: Request) -> Answer:
     asked = PauseRequest(request.sandbox, deep=request.query["deep"])
     return await request.forward(Method.PAUSE, asked, Sandbox, timeout_s=_PAUSE_TIMEOUT_S)
@@ -233,6 +240,17 @@ ROUTES = (
         Right.USE,
         body=TtlRequest,
         answer=Sandbox,
+        mutates=True,
+    ),
+    Route(
+        "PUT",
+        "/v1/sandboxes/{id}/egress",
+        set_egress,
+        "Replace what it reaches. Connections that are still allowed go on, the others are cut.",
+        Right.USE,
+        body=EgressRequest,
+        answer=Sandbox,
+        statuses=(409, 501),
         mutates=True,
     ),
     Route(

@@ -32,6 +32,7 @@ from dsec.backends.container.plan import (
 from dsec.backends.container.record import ContainerRecord, parse_record, record_of
 from dsec.backends.container.trash import TRASH, put_away_unknown
 from dsec.backends.container.view import LIVE, STATIC, choose_view, find_lxcfs, require_view, view_of
+from dsec.backends.steering import why_not_steered
 from dsec.binaries import find_binary
 from dsec.core.errors import (
     DeadlineError,
@@ -91,6 +92,7 @@ class ContainerBackend:
         self._ids = IdRanges(config.id_dir)
         self._disk = Disk(config)
         self._view = choose_view(config.resource_view, self._host, find_lxcfs())
+        self._no_network = why_not_steered() if config.proxied else "the configuration offers none"
         self._no_live_view: str | None = None  # what the launcher says of lxcfs
         self._knows_views = True
         self._knows_light = False
@@ -112,7 +114,8 @@ class ContainerBackend:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             substrate=Substrate.CONTAINER,
-            networks=frozenset({NetworkMode.NONE}),
+            networks=frozenset({NetworkMode.NONE} if self._no_network else {NetworkMode.NONE, NetworkMode.PROXIED}),
+            network_reason=self._no_network,
             pause=self._host.v2 is not None,
             snapshot=Keeps.NOTHING if self._host.v2 is None else Keeps.DISK,
             fork=Keeps.NOTHING if self._host.v2 is None else Keeps.DISK,
@@ -170,8 +173,10 @@ class ContainerBackend:
         id_base = self._ids.take(holder_directory(facts, instance.id))
         try:
             plan = self._plan(instance, facts, id_base)
-            # A link is a socket in the sandbox's own network, which must be there before anybody uses the sandbox.
-            if self._knows_light and len(self._instances) >= self._config.light_from and not instance.spec.links:
+            # Links and forwarded connections are sockets in the sandbox's own network, which must be there before
+            # anybody uses the sandbox.
+            alone = not instance.spec.links and instance.spec.network is NetworkMode.NONE
+            if self._knows_light and len(self._instances) >= self._config.light_from and alone:
                 plan = lighten(plan)
             record = msgspec.structs.replace(
                 record_of(plan, self._boot_id), disk_limited=self._disk.is_limited(instance)

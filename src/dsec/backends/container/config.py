@@ -33,6 +33,7 @@ class ContainerConfig:
     light_from: int = 64  # sandboxes there are, from which on new ones begin without what costs most while idle
     pids_kept_for_host: int = 4096
     memory_kept_for_host: int = GIB  # what all sandboxes together leave; at most a quarter of the machine
+    proxied: bool = True  # network `proxied`, where the kernel can
     launcher_start_s: float = 10.0
 
     @property

@@ -17,6 +17,7 @@ from dsec.backends.base import InstanceExit, InstanceUsage
 from dsec.backends.container.capture import ContainerCapture
 from dsec.backends.container.netns import listen_inside
 from dsec.backends.container.record import ContainerRecord
+from dsec.backends.forwarding import NetworkPlace
 from dsec.core.errors import FreezeTimeoutError, HostError, SandboxFaultError, UnsupportedError
 from dsec.core.faults import fault_point
 from dsec.core.ids import SandboxId
@@ -134,6 +135,10 @@ class ContainerInstance:
         if self._pidfd is None:
             raise OSError(errno.ESRCH, "the instance has ended")
         return await asyncio.to_thread(listen_inside, self._record.pid, self._pidfd, address, port)
+
+    @property
+    def network_place(self) -> NetworkPlace:
+        return NetworkPlace(self._record.pid, self._record.start_ticks)
 
     def memory_now(self) -> int | None:
         return self._use.memory_bytes()

@@ -20,6 +20,7 @@ from dsec.density.cgroups import CgroupHost, plan_cgroups
 from dsec.security import capabilities, masks, syscalls
 from dsec.security.syscalls import filter_name
 from dsec.wire.codec import pack
+from dsec.wire.egress import NAMESERVER
 from dsec.wire.launch import ClaimArgs, DevicePlan, EtcFile, LaunchPlan, ResourceView, VolumeBind
 
 AGENT_FILTER = filter_name(syscalls.AGENT)
@@ -66,7 +67,7 @@ def holder_directory(facts: HostFacts, sandbox: str) -> str:
 def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFacts, *, id_base: int) -> LaunchPlan:
     """Raises UnsupportedError or InvalidArgumentError for what a container cannot give."""
     spec = instance.spec
-    if spec.network is not NetworkMode.NONE:
+    if spec.network not in (NetworkMode.NONE, NetworkMode.PROXIED):
         raise UnsupportedError(f"containers have no network mode {spec.network.value!r} yet", hint="use network='none'")
     if len(instance.layers) > LOWERS_MAX:
         raise InvalidArgumentError(f"an environment has at most {LOWERS_MAX} layers, not {len(instance.layers)}")
@@ -188,9 +189,13 @@ def _etc_files(hostname: str, spec: SandboxSpec) -> list[EtcFile]:
     return [
         EtcFile("/etc/hosts", hosts.encode()),
         EtcFile("/etc/hostname", f"{hostname}\n".encode()),
-        # No resolver is reachable without a network; an empty file makes look-ups fail at once instead of timing out.
-        EtcFile("/etc/resolv.conf", b""),
+        EtcFile("/etc/resolv.conf", _resolvers(spec.network)),
     ]
+
+
+def _resolvers(network: NetworkMode) -> bytes:
+    """Without a network none is reachable: an empty file makes look-ups fail at once instead of timing out."""
+    return f"nameserver {NAMESERVER}\n".encode() if network is NetworkMode.PROXIED else b""
 
 
 def _sysctls(memory_bytes: int) -> dict[str, str]:

@@ -35,7 +35,7 @@ class FakeBackend:
         self.host = host or FakeHost()
         self._capabilities = Capabilities(
             substrate=Substrate.FAKE,
-            networks=frozenset({NetworkMode.NONE}),
+            networks=frozenset({NetworkMode.NONE, NetworkMode.PROXIED}),
             pause=pause,
             snapshot=Keeps.DISK if pause else Keeps.NOTHING,
             fork=Keeps.DISK if pause else Keeps.NOTHING,

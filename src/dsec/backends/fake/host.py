@@ -8,8 +8,10 @@ from typing import Final
 
 from dsec.backends.fake.files import FileTree
 from dsec.backends.fake.sandbox import FakeSandbox
+from dsec.backends.forwarding import Rules
 from dsec.core.clock import Clock, SystemClock
 from dsec.core.ids import SandboxId
+from dsec.wire.egress import EgressCounts, EgressDenied
 
 STEPS: Final = ("ids", "directories", "cgroup", "launch", "agent")
 """What a create takes, in order; each is given back by destroy."""
@@ -44,6 +46,9 @@ class FakeHost:
         self.layers: dict[str, FileTree] = {}  # made of snapshots, by digest
         self.listening: dict[tuple[SandboxId, str, int], int] = {}  # of whom, and where → port of this machine
         self.ports_taken: set[tuple[SandboxId, int]] = set()  # by programs inside, as far as anybody asks
+        self.egress: dict[str, Rules] = {}  # of those that are attached to their network
+        self.traffic: dict[str, EgressCounts] = {}  # of those, as tests have it
+        self.tell_denied: Callable[[EgressDenied], None] = lambda denied: None  # the node's ear, for tests
         self._delay_s = delay_s
         self._held: dict[SandboxId, int] = {}  # bit i: step i of STEPS was done
         self._serial = 0

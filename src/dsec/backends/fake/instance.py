@@ -12,6 +12,7 @@ from dsec.backends.base import Capabilities, InstanceExit, InstanceSpec, Instanc
 from dsec.backends.fake.capture import FakeCapture
 from dsec.backends.fake.host import STEPS, FakeHost
 from dsec.backends.fake.sandbox import FakeSandbox
+from dsec.backends.forwarding import NetworkPlace
 from dsec.core.errors import FreezeTimeoutError, HostError, SandboxFaultError, UnsupportedError
 from dsec.core.faults import fault_point
 from dsec.core.ids import SandboxId
@@ -80,6 +81,10 @@ class FakeInstance:
         found.setblocking(False)
         self._host.listening[self.id, address, port] = found.getsockname()[1]
         return found
+
+    @property
+    def network_place(self) -> NetworkPlace:
+        return NetworkPlace(pid=1, start_ticks=0)
 
     def memory_now(self) -> int | None:
         return None
