@@ -406,6 +406,7 @@ impl<'a> Daemon<'a> {
             views: true,
             no_live_view: self.setting.views.lxcfs().missing(),
             light: true,
+            keeps_cgroups: true,
         };
         self.succeed(origin, answer)
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Doing, Error, Result};
 use crate::process;
-use crate::steps::check::{check_name, check_path};
+use crate::steps::check::{check_beside, check_name, check_path};
 use crate::steps::state::DISK;
 use crate::system::{Access, System};
 use crate::trash::put_away;
@@ -39,7 +39,9 @@ fn check(args: &DestroyArgs) -> Result<()> {
         .iter()
         .chain(&args.socket)
         .chain(&args.cgroup2)
-        .chain(args.cgroup1.values());
+        .chain(args.cgroup1.values())
+        .chain(args.cgroup1_to.values());
+    check_beside(&args.cgroup1, &args.cgroup1_to)?;
     paths.into_iter().try_for_each(|path| {
         check_path(path)?;
         match Path::new(path).components().count() {
@@ -116,7 +118,14 @@ fn wait_empty(system: &dyn System, path: &Path) -> Result<()> {
 }
 
 fn remove_cgroups(system: &dyn System, args: &DestroyArgs) -> Result<()> {
-    for path in args.cgroup1.values().chain(&args.cgroup2) {
+    for (controller, path) in &args.cgroup1 {
+        let kept = args.cgroup1_to.get(controller);
+        // What cannot be kept is removed as the others are.
+        if kept.is_none_or(|kept| system.rename(Path::new(path), Path::new(kept)).is_err()) {
+            remove_cgroup_tree(system, Path::new(path))?;
+        }
+    }
+    if let Some(path) = &args.cgroup2 {
         remove_cgroup_tree(system, Path::new(path))?;
     }
     Ok(())
@@ -153,5 +162,59 @@ fn remove_files(system: &dyn System, args: &DestroyArgs) -> Result<Option<PathBu
     match args.remove_directory {
         true => put_away(system, &directory),
         false => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::Fake;
+
+    fn args() -> DestroyArgs {
+        let pair = |a: &str, b: &str| (a.to_string(), b.to_string());
+        DestroyArgs {
+            sandbox: "s".into(),
+            cgroup1: [pair("cpu", "/cg1/cpu/n/s"), pair("pids", "/cg1/pids/n/s")].into(),
+            cgroup1_to: [pair("cpu", "/cg1/cpu/n/kept")].into(),
+            ..DestroyArgs::default()
+        }
+    }
+
+    #[test]
+    fn a_cgroup_that_is_to_be_kept_is_renamed_and_the_others_go() {
+        let system = Fake::new(None);
+
+        destroy(&system, &args()).unwrap();
+
+        assert_eq!(
+            *system.log.borrow(),
+            ["rename /cg1/cpu/n/s", "remove_dir /cg1/pids/n/s"]
+        );
+    }
+
+    #[test]
+    fn one_that_cannot_be_kept_is_removed() {
+        let system = Fake::new(Some(0));
+
+        destroy(&system, &args()).unwrap();
+
+        assert!(system.place("remove_dir /cg1/cpu/n/s") > system.place("rename /cg1/cpu/n/s"));
+    }
+
+    #[test]
+    fn nothing_is_renamed_to_anywhere_else() {
+        for (controller, path) in [
+            ("cpu", "/cg1/cpu/kept"),
+            ("cpu", "/cg1/cpu/n/s"),
+            ("memory", "/cg1/memory/n/kept"),
+            ("cpu", "/cg1/cpu/n/../kept"),
+        ] {
+            let to = [(controller.to_string(), path.to_string())].into();
+            let args = DestroyArgs {
+                cgroup1_to: to,
+                ..args()
+            };
+            assert_eq!(destroy(&Fake::new(None), &args).unwrap_err().step, "check");
+        }
     }
 }

@@ -60,6 +60,7 @@ pub fn plan() -> LaunchPlan {
         cgroup2: Some("/cg2/s".into()),
         cgroup2_files: files(&[("pids.max", "10")]),
         cgroup1: files(&[("cpuset", "/cg1/cpuset/s"), ("memory", "/cg1/memory/s")]),
+        cgroup1_from: Default::default(),
         cgroup1_files: [(
             "cpuset".to_string(),
             files(&[("cpuset.mems", "0"), ("cpuset.cpus", "0"), ("a", "1")]),
@@ -144,6 +145,14 @@ impl Parts {
             bare: File::open("/dev/zero").unwrap().into(),
             filter,
         }
+    }
+
+    /// The same, with a cgroup of one that has ended.
+    pub fn with_kept_cgroup() -> Parts {
+        let mut parts = Parts::new();
+        let kept = ("cpuset".to_string(), "/cg1/cpuset/kept".to_string());
+        parts.plan.cgroup1_from = [kept].into();
+        parts
     }
 
     /// The same, of a light sandbox.
@@ -267,8 +276,12 @@ impl System for Fake {
     fn remove_small(&self, path: &Path, _: u64) -> io::Result<bool> {
         self.remove_tree(path).map(|()| true)
     }
-    fn rename(&self, from: &Path, _: &Path) -> io::Result<()> {
-        self.note(format!("rename {}", from.display()))
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.note(format!("rename {}", from.display()))?;
+        // What was there before is none of ours to take back under its old name.
+        self.vanish(&from.display().to_string());
+        self.appear(to.display().to_string());
+        Ok(())
     }
     fn remove_tree(&self, path: &Path) -> io::Result<()> {
         self.note(format!("remove_tree {}", path.display()))?;

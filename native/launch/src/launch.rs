@@ -418,6 +418,23 @@ mod tests {
     }
 
     #[test]
+    fn a_kept_cgroup_is_taken_as_it_is() {
+        let (parts, system) = (Parts::with_kept_cgroup(), Fake::new(None));
+
+        launch(&system, &parts.job(None)).unwrap();
+
+        let (renamed, joined) = (
+            system.place("rename /cg1/cpuset/kept"),
+            system.place("open /cg1/cpuset/s/tasks"),
+        );
+        assert!(renamed < joined);
+        let log = system.log.borrow();
+        let touched = |call: &str| log.iter().any(|entry| entry.starts_with(call));
+        assert!(!touched("make_dir /cg1/cpuset") && !touched("write_file /cg1/cpuset"));
+        assert!(touched("make_dir /cg1/memory/s"));
+    }
+
+    #[test]
     fn a_light_sandbox_begins_in_namespaces_that_are_nobodys() {
         let (parts, system) = (Parts::light(), Fake::new(None));
 
@@ -506,6 +523,7 @@ mod tests {
             fails_at_every_call(Parts::new(), layers_by_name);
         }
         fails_at_every_call(Parts::light(), false);
+        fails_at_every_call(Parts::with_kept_cgroup(), false);
     }
 
     fn fails_at_every_call(parts: Parts, layers_by_name: bool) {

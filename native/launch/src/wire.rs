@@ -72,6 +72,8 @@ pub struct HelloAnswer<'a> {
     pub no_live_view: Option<String>,
     /// Light plans are known.
     pub light: bool,
+    /// Cgroups of version 1 can be kept, and taken again.
+    pub keeps_cgroups: bool,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -252,6 +254,9 @@ pub struct LaunchPlan {
     pub cgroup1: BTreeMap<String, String>,
     #[serde(default)]
     pub cgroup1_files: BTreeMap<String, BTreeMap<String, String>>,
+    /// Controller → a directory beside the one wanted, with limits that are those wanted: it is renamed.
+    #[serde(default)]
+    pub cgroup1_from: BTreeMap<String, String>,
     #[serde(default)]
     pub rlimits: BTreeMap<String, Vec<u64>>,
     #[serde(default)]
@@ -346,6 +351,9 @@ pub struct DestroyArgs {
     pub cgroup2: Option<String>,
     #[serde(default)]
     pub cgroup1: BTreeMap<String, String>,
+    /// Controller → what its directory is to be called from now on, instead of being removed.
+    #[serde(default)]
+    pub cgroup1_to: BTreeMap<String, String>,
 }
 
 #[derive(Deserialize)]

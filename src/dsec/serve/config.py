@@ -201,6 +201,7 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     disk: str = "auto"  # how a limit on the disk is enforced: "project", "image", "tmpfs", "directory" (not at all)
     shm_bytes: int | str = 64 * limits.MIB  # size of /dev/shm in a sandbox
     light_from: int = 64  # sandboxes there are, from which on new ones get network and terminals when first used
+    keep_cgroups_from: int = 256  # sandboxes there are, from which on processor cgroups of ended ones serve new ones
     pids_kept_for_host: int = 4096  # of the kernel's, which sandboxes together leave to others
     memory_kept_for_host: int | str = limits.GIB  # which sandboxes together leave; at most a quarter of the machine
     resource_view: str = "auto"  # what programs see of processors and memory: "live" (lxcfs), "static", "host"
@@ -213,6 +214,7 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             "disk": self.disk,
             "shm_bytes": parse_size(self.shm_bytes, "shm_bytes"),
             "light_from": self.light_from,
+            "keep_cgroups_from": self.keep_cgroups_from,
             "pids_kept_for_host": self.pids_kept_for_host,
             "memory_kept_for_host": parse_size(self.memory_kept_for_host, "memory_kept_for_host"),
             "resource_view": self.resource_view,

@@ -69,6 +69,7 @@ class HelloAnswer(msgspec.Struct, frozen=True):
     views: bool = False  # it knows plans with a `view`
     no_live_view: str | None = None  # why no live view of resources can be given just now
     light: bool = False  # it knows plans that are `light`
+    keeps_cgroups: bool = False  # it knows `cgroup1_from` and `cgroup1_to`
 
 
 class ArgRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -196,6 +197,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     cgroup2_files: dict[str, str] = {}  # on v2 hosts: memory.max, cpu.max, pids.max, …
     cgroup1: dict[str, str] = {}  # controller → directory to make
     cgroup1_files: dict[str, dict[str, str]] = {}  # controller → file → value
+    # controller → a directory beside the one in `cgroup1`, with limits that are these already: it is renamed
+    cgroup1_from: dict[str, str] = {}
     rlimits: dict[str, list[int]] = {}  # "nofile" → [soft, hard]
     sysctls: dict[str, str] = {}  # written inside the new namespaces, before /proc/sys is read-only
     caps_agent: int = 0  # bit masks of capabilities
@@ -222,7 +225,7 @@ class Launched(msgspec.Struct, frozen=True):
     view: str = "host"  # "live" | "static" | "host"
 
 
-class DestroyArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DestroyArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Kill everything of a sandbox, wait until it is gone, remove its cgroups, socket and tmpfs. Idempotent.
 
     A state directory with much in it is renamed into the trash beside it, and removed later.
@@ -239,6 +242,7 @@ class DestroyArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     socket: str | None = None
     cgroup2: str | None = None
     cgroup1: dict[str, str] = {}
+    cgroup1_to: dict[str, str] = {}  # controller → what its directory is called from now on; not removed then
 
 
 class ClaimArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -47,8 +47,15 @@ pub fn make(system: &dyn System, plan: &LaunchPlan, undo: &mut Undo) -> Result<C
     }
     for (controller, path) in &plan.cgroup1 {
         let path = Path::new(path);
-        make_directory(system, path, undo)?;
-        if let Some(files) = plan.cgroup1_files.get(controller) {
+        let kept = plan.cgroup1_from.get(controller).map(Path::new);
+        match kept {
+            Some(kept) => {
+                system.rename(kept, path).doing_to("rename", kept)?;
+                undo.add(Made::Cgroup(path.to_path_buf()));
+            }
+            None => make_directory(system, path, undo)?,
+        }
+        if let (None, Some(files)) = (kept, plan.cgroup1_files.get(controller)) {
             let (first, rest): (Vec<_>, Vec<_>) = files
                 .iter()
                 .partition(|(name, _)| FIRST.contains(&name.as_str()));

@@ -1,5 +1,6 @@
 //! Step `check`: the plan makes sense by itself. Nothing has been touched yet.
 
+use std::collections::BTreeMap;
 use std::path::{Component, Path};
 
 use crate::error::{Error, Result};
@@ -87,6 +88,7 @@ fn check_paths(plan: &LaunchPlan) -> Result<()> {
     plan.cgroup2
         .iter()
         .chain(plan.cgroup1.values())
+        .chain(plan.cgroup1_from.values())
         .try_for_each(|path| check_path(path))?;
     require(
         plan.cgroup2.is_some() || plan.cgroup2_files.is_empty(),
@@ -103,6 +105,22 @@ fn check_paths(plan: &LaunchPlan) -> Result<()> {
         .find(|controller| !plan.cgroup1.contains_key(*controller));
     require(unknown.is_none(), || {
         format!("files for controller {unknown:?}, which has no directory")
+    })?;
+    check_beside(&plan.cgroup1, &plan.cgroup1_from)
+}
+
+/// What cgroups are renamed from or to lies beside those of the sandbox: nothing else can be.
+pub fn check_beside(
+    directories: &BTreeMap<String, String>,
+    others: &BTreeMap<String, String>,
+) -> Result<()> {
+    let lost = others.iter().find(|(controller, other)| {
+        let own = directories.get(*controller).map(Path::new);
+        let beside = own.is_some_and(|own| own.parent() == Path::new(other).parent());
+        !beside || own == Some(Path::new(other))
+    });
+    require(lost.is_none(), || {
+        format!("{lost:?} is not beside a directory of the sandbox")
     })
 }
 
@@ -262,6 +280,10 @@ mod tests {
             |plan| plan.cgroup2 = Some("/sys//x".into()),
             |plan| plan.cgroup2_files = [("../memory.max".to_string(), "1".to_string())].into(),
             |plan| plan.cgroup1_files = [("devices".to_string(), Default::default())].into(),
+            |plan| plan.cgroup1_from = [("memory".to_string(), "/cg1/cpuset/k".into())].into(),
+            |plan| plan.cgroup1_from = [("memory".to_string(), "/cg1/memory/s".into())].into(),
+            |plan| plan.cgroup1_from = [("memory".to_string(), "/cg1/memory/../k".into())].into(),
+            |plan| plan.cgroup1_from = [("devices".to_string(), "/cg1/devices/k".into())].into(),
             |plan| plan.binds[0].path = "/proc/1".into(),
             |plan| plan.binds[0].path = "/".into(),
             |plan| plan.etc_files[0].path = "/usr/x".into(),

@@ -18,6 +18,7 @@ from dsec.backends.container.capture import ContainerCapture
 from dsec.backends.container.config import ContainerConfig
 from dsec.backends.container.disk import Disk
 from dsec.backends.container.instance import ContainerInstance, connect_at
+from dsec.backends.container.keptcgroups import KeptCgroups
 from dsec.backends.container.launcher import Launcher, LauncherRefusal
 from dsec.backends.container.plan import (
     FILTERS,
@@ -96,6 +97,8 @@ class ContainerBackend:
         self._no_live_view: str | None = None  # what the launcher says of lxcfs
         self._knows_views = True
         self._knows_light = False
+        self._keeps_cgroups = False
+        self._kept: KeptCgroups | None = None
         self._launcher: Launcher | None = None
         self._facts: HostFacts | None = None
         self._boot_id = _BOOT_ID.read_text().strip()
@@ -235,15 +238,22 @@ class ContainerBackend:
         await self._register(layers)
         if not self._knows_views:
             plan = msgspec.structs.replace(plan, view=None)
+        if self._kept is not None and self._keeps_cgroups:
+            plan = self._kept.use(plan)
         try:
+            try:
+                return await self.launcher.request(LaunchOp.LAUNCH, plan, Launched, timeout_s=deadline_s)
+            except LauncherRefusal as refusal:
+                if not _forgot(refusal.failure):
+                    raise
+            # The launcher was restarted between registering and launching; it knows nothing of before.
+            self._registered.clear()
+            await self._register(layers)
             return await self.launcher.request(LaunchOp.LAUNCH, plan, Launched, timeout_s=deadline_s)
-        except LauncherRefusal as refusal:
-            if not _forgot(refusal.failure):
-                raise
-        # The launcher was restarted between registering and launching; it knows nothing of before.
-        self._registered.clear()
-        await self._register(layers)
-        return await self.launcher.request(LaunchOp.LAUNCH, plan, Launched, timeout_s=deadline_s)
+        except BaseException:
+            if self._kept is not None:
+                self._kept.lose(plan.cgroup1_from)
+            raise
 
     async def _register(self, layers: tuple[Layer, ...]) -> None:
         """Make filters and layers known to the launcher of the present connection, each once."""
@@ -292,6 +302,7 @@ class ContainerBackend:
         answer = await self.launcher.request(LaunchOp.HELLO, HelloArgs(LAUNCH_VERSION), HelloAnswer)
         self._knows_views = answer.views
         self._knows_light = answer.light
+        self._keeps_cgroups = answer.keeps_cgroups
         if self._view.kind == LIVE:
             self._no_live_view = answer.no_live_view if answer.views else "the launcher that runs is of before"
 
@@ -370,12 +381,21 @@ class ContainerBackend:
     async def remove(self, record: ContainerRecord) -> None:
         """Nothing of it is left on the host afterwards. Idempotent. Raises HostError if something resists."""
         project = self._disk.project_of(record)
+        args, kept = record.destroy_args(), self._kept
+        if kept is not None and self._keeps_cgroups and len(self._instances) > self._config.keep_cgroups_from:
+            args = kept.keep(record)
         try:
-            await self.launcher.request(LaunchOp.DESTROY, record.destroy_args(), Done)
-        except LauncherRefusal as refusal:
-            raise HostError(
-                f"{record.sandbox} could not be removed from the node: {refusal}", outcome=Outcome.UNKNOWN
-            ) from refusal
+            await self.launcher.request(LaunchOp.DESTROY, args, Done)
+        except BaseException as error:
+            if kept is not None:
+                kept.lose(args.cgroup1_to)
+            if isinstance(error, LauncherRefusal):
+                raise HostError(
+                    f"{record.sandbox} could not be removed from the node: {error}", outcome=Outcome.UNKNOWN
+                ) from error
+            raise
+        if kept is not None:
+            kept.add(args.cgroup1_to)
         if project is not None:
             self._disk.lift(project)
         self._instances.pop(record.launched_as, None)
@@ -418,6 +438,8 @@ class ContainerBackend:
         if self._launcher is not None:
             await self._launcher.close()
         self._ids.close()
+        if self._kept is not None:
+            self._kept.clear()
         if self._facts is not None:
             remove_parent(self._host, self._facts.cgroup_parent)  # stays while sandboxes run on
 
@@ -455,6 +477,7 @@ class ContainerBackend:
             pids_max=max(64, pid_max - config.pids_kept_for_host),
             memory_max=memory_for_all(memory_total, config.memory_kept_for_host),
         )
+        self._kept = KeptCgroups(self._host, parent)
         for directory in (config.run_dir / "sb", config.sandboxes_dir, config.sandboxes_dir / TRASH):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         spread_children(config.sandboxes_dir)

@@ -31,6 +31,7 @@ class ContainerConfig:
         "auto"  # "live" (needs lxcfs) | "static" | "host"; "auto": live where it can be had, else static
     )
     light_from: int = 64  # sandboxes there are, from which on new ones begin without what costs most while idle
+    keep_cgroups_from: int = 256  # sandboxes there are, from which on processor cgroups of ended ones serve new ones
     pids_kept_for_host: int = 4096
     memory_kept_for_host: int = GIB  # what all sandboxes together leave; at most a quarter of the machine
     proxied: bool = True  # network `proxied`, where the kernel can
@@ -49,7 +50,8 @@ class ContainerConfig:
         if self.resource_view not in CHOICES:
             choices = ", ".join(map(repr, CHOICES))
             raise InvalidArgumentError(f"resource_view must be one of {choices}, not {self.resource_view!r}")
-        if self.light_from < 0:
-            raise InvalidArgumentError(f"light_from must be 0 or more, not {self.light_from}")
+        for name in ("light_from", "keep_cgroups_from"):
+            if getattr(self, name) < 0:
+                raise InvalidArgumentError(f"{name} must be 0 or more, not {getattr(self, name)}")
         if self.disk not in DISKS:
             raise InvalidArgumentError(f"disk must be one of {', '.join(map(repr, DISKS))}, not {self.disk!r}")
