@@ -121,7 +121,8 @@ fn remove_cgroups(system: &dyn System, args: &DestroyArgs) -> Result<()> {
     for (controller, path) in &args.cgroup1 {
         let kept = args.cgroup1_to.get(controller);
         // What cannot be kept is removed as the others are.
-        if kept.is_none_or(|kept| system.rename(Path::new(path), Path::new(kept)).is_err()) {
+        let renamed = kept.map(|kept| system.rename(Path::new(path), Path::new(kept)));
+        if !matches!(renamed, Some(Ok(()))) {
             remove_cgroup_tree(system, Path::new(path))?;
         }
     }
