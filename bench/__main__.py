@@ -11,6 +11,7 @@ Writes figures and pictures into docs/benchmarks.md and docs/benchmarks/, or, wi
 `python -m bench environments`: making layers, mounting them, sandboxes of 1, 5 and 61, ways of reading, alone.
 `python -m bench snapshots`: for how long snapshots stop a sandbox, what they and forks take, alone.
 `python -m bench vm`: microvms: booted, cloned, idle, used, alone.
+`python -m bench swap`: what the host has back of those that nobody uses, and how fast they are there again, alone.
 `python -m bench cluster`: creates a second, and what goes wrong, in a cluster whose nodes are simulated.
 """
 
@@ -41,6 +42,7 @@ from bench import (
     report,
     snapshots,
     soak,
+    swapping,
     transfers,
     vm,
 )
@@ -72,6 +74,7 @@ def main() -> None:
         ("environments", environments.main),
         ("snapshots", snapshots.main),
         ("vm", vm.main),
+        ("swap", swapping.main),
         ("cluster", cluster.main),
     ):
         if sys.argv[1:2] == [name]:

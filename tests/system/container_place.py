@@ -62,6 +62,7 @@ class Place:
     )
     id_dir: Path | None = None  # None: its own
     settings: dict[str, Any] = field(default_factory=dict)  # of ServeConfig: {"node": {...}}
+    more: str = ""  # of the configuration, for nodes in processes of their own
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -166,7 +167,7 @@ class Place:
         for name, table in node.items():
             if isinstance(table, dict):
                 lines += [f"[node.{name}]", *(f"{key} = {value!r}" for key, value in table.items())]
-        config.write_text("\n".join(lines))
+        config.write_text("\n".join((*lines, self.more)))
         command = [sys.executable, "-m", "dsec.serve", *(verb or ("up",)), "--config", str(config)]
         with self.log.open("ab") as log:
             process = subprocess.Popen(

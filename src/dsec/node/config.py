@@ -44,7 +44,7 @@ class IdleConfig:
     """What becomes of sandboxes that nobody uses, each after so long without use; 0: never. Use brings them back."""
 
     pause_s: float = 0.0  # it is paused; 0: nor does the rest happen
-    page_out_s: float = 0.0  # its memory goes to swap: of machines, where the host has any
+    page_out_s: float = 0.0  # its memory goes to swap, where the host has any
     sleep_s: float = 0.0  # its memory goes to the disk, as in a deep pause: of machines
     resume_wait_s: float = 10.0  # for memory, of what has given its own back; then a resume fails
 

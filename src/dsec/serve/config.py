@@ -103,7 +103,7 @@ class IdleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What becomes of sandboxes that nobody uses, each after so many seconds without use. Use brings them back."""
 
     pause_s: float = 0.0  # it is paused; 0: nor does the rest happen
-    page_out_s: float = 0.0  # its memory goes to swap, where the host has any (machines); 0: not
+    page_out_s: float = 0.0  # its memory goes to swap, where the host has any; 0: not
     sleep_s: float = 0.0  # its memory goes to the disk, as in a deep pause (machines); 0: not
     resume_wait_s: float = 10.0  # for memory, of what has given its own back; then a resume fails
 

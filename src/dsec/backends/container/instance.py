@@ -18,11 +18,13 @@ from dsec.backends.container.capture import ContainerCapture
 from dsec.backends.container.netns import listen_inside
 from dsec.backends.container.record import ContainerRecord
 from dsec.backends.forwarding import NetworkPlace
+from dsec.backends.pausedmemory import PausedMemory
 from dsec.core.errors import FreezeTimeoutError, HostError, SandboxFaultError, UnsupportedError
 from dsec.core.faults import fault_point
 from dsec.core.ids import SandboxId
 from dsec.core.states import EndCause
 from dsec.density.cgroups import read_keyed, set_memory_limit
+from dsec.density.swapping import CgroupMemory, processes_below
 from dsec.density.use import CgroupUse
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ class ContainerInstance:
         self._destroyed = False
         self._destroying = asyncio.Lock()
         self._use = CgroupUse(record.cgroup2, record.cgroup1)
+        counted = CgroupMemory.of(record.cgroup2, record.cgroup1)
+        self._memory = PausedMemory(record.sandbox, self._processes, counted)
         asyncio.get_running_loop().add_reader(pidfd, self._agent_ended)
 
     @property
@@ -169,8 +173,19 @@ class ContainerInstance:
                 raise HostError(f"{self.id} cannot be frozen: {error}", sandbox=self.id) from error
             raise
 
+    def give_back(self) -> bool:
+        return self._memory.give_back()
+
+    @property
+    def gave_back(self) -> bool:
+        return self._memory.given_back
+
+    def _processes(self) -> list[int]:
+        return [] if self._record.cgroup2 is None else list(processes_below(Path(self._record.cgroup2)))
+
     async def resume(self) -> None:
         """Raises HostError; it may be asked for again."""
+        await self._memory.keep()
         try:
             for part in ("agent", "work"):
                 _thaw(self._cgroup(part))
@@ -222,12 +237,14 @@ class ContainerInstance:
         async with self._destroying:
             if self._destroyed:
                 return
+            await self._memory.keep()
             await self._backend.remove(self._record)
             self._destroyed = True
         self._agent_ended()
 
     def abandon(self) -> None:
         """Stop watching; the container runs on."""
+        self._memory.abandon()
         self._unwatch()
 
     def _agent_ended(self) -> None:

@@ -11,9 +11,9 @@ from typing import Final, Generic, Protocol, TypeVar
 from msgspec.structs import replace
 
 from dsec.backends.base import Capture, InstanceExit, InstanceUsage, Layer
+from dsec.backends.pausedmemory import PausedMemory
 from dsec.backends.vm.drivers import Machine
 from dsec.backends.vm.monitor import MonitorProcess
-from dsec.backends.vm.paused import PausedMemory
 from dsec.backends.vm.qemu_machine import QemuMachine
 from dsec.backends.vm.qmp import Monitor, MonitorError
 from dsec.backends.vm.record import MachineRecord
@@ -21,6 +21,7 @@ from dsec.core.errors import DeadlineError, FreezeTimeoutError, GoneError, Sandb
 from dsec.core.faults import fault_point
 from dsec.core.ids import SandboxId
 from dsec.core.states import EndCause
+from dsec.density.swapping import CgroupMemory
 from dsec.density.use import CgroupUse
 
 _MONITOR_S: Final = 10.0
@@ -112,7 +113,8 @@ class MachineInstance(Generic[R]):
 
     def _follow(self, process: MonitorProcess) -> None:
         self._process = process
-        self._memory = PausedMemory(self._record.sandbox, process.pid)
+        counted = CgroupMemory.of(self._record.cgroup2, self._record.cgroup1)
+        self._memory = PausedMemory(self._record.sandbox, lambda: (process.pid,), counted)
         process.ended.add_done_callback(lambda _: self._monitor_ended(process))
 
     def _monitor_ended(self, process: MonitorProcess) -> None:

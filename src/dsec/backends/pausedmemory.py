@@ -1,0 +1,89 @@
+"""The memory of an instance while it is paused: it goes to swap meanwhile, where there is any."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+
+from dsec.core.errors import HostError
+from dsec.density.pageout import PagedOut, has_swap, page_out
+from dsec.density.swapping import CgroupMemory
+from dsec.observe.logs import get_logger
+
+log = get_logger(__name__)
+
+
+class PausedMemory:
+    """Of processes that stand still. Nobody waits for it: a pause is done before, and going on cuts it short."""
+
+    def __init__(self, sandbox: str, processes: Callable[[], Iterable[int]], counted: CgroupMemory) -> None:
+        self._sandbox = sandbox
+        self._processes = processes
+        self._counted = counted
+        self._stop = threading.Event()
+        self._work: asyncio.Task[None] | None = None
+
+    @property
+    def given_back(self) -> bool:
+        """Some of it may be gone."""
+        return self._work is not None
+
+    def give_back(self) -> bool:
+        """Begins, if the host has swap; else it keeps what it has, and this is False."""
+        if self._work is None and has_swap():
+            self._stop.clear()
+            self._work = asyncio.get_running_loop().create_task(self._page_out())
+        return self._work is not None
+
+    async def keep(self) -> None:
+        """No more of it is taken when this returns. Idempotent."""
+        self._stop.set()
+        work, self._work = self._work, None
+        if work is not None:
+            await asyncio.shield(work)
+        with contextlib.suppress(OSError):  # an earlier process may have paused it; and it may have ended
+            self._counted.allow_swap(False)
+
+    def abandon(self) -> None:
+        """It ends by itself, soon."""
+        self._stop.set()
+
+    async def _page_out(self) -> None:
+        try:
+            done = await asyncio.to_thread(self._give)
+        except (HostError, OSError) as error:
+            if self._stop.is_set():
+                return  # it has ended, as was wanted
+            log.warning("a paused sandbox keeps its memory", sandbox=self._sandbox, error=str(error))
+            return
+        log.info(
+            "a paused sandbox has given memory back",
+            sandbox=self._sandbox,
+            given_back_bytes=done.given_back_bytes,
+            resident_bytes=done.resident_bytes,
+            swapped_bytes=done.swapped_bytes,
+        )
+
+    def _give(self) -> PagedOut:
+        """All of its processes, and then what only the cgroup has. Raises HostError: none of them is there."""
+        self._counted.allow_swap(True)
+        found: list[PagedOut] = []
+        failure: HostError | None = None
+        for pid in self._processes():
+            if self._stop.is_set():
+                break
+            try:
+                found.append(page_out(pid, self._stop))
+            except HostError as error:
+                failure = error  # one of several has been killed
+        if failure is not None and not found:
+            raise failure
+        if not self._stop.is_set():
+            self._counted.push_out(self._stop)
+        return PagedOut(
+            sum(each.resident_before_bytes for each in found),
+            sum(each.resident_bytes for each in found),
+            sum(each.swapped_bytes for each in found),
+        )
