@@ -129,6 +129,10 @@ def test_of_several_nodes_the_least_loaded_that_can_is_chosen() -> None:
     assert (found["veto"].text, found["veto"].hint) == ("its disk is full", "make room")
     assert found["busy"].fullness == 0.8
 
+    without = {one.node: one for one in node_verdicts(plans, spec, closed={"idle": "it is suspect"})}
+    assert [name for name, verdict in without.items() if verdict.chosen] == ["busy"]
+    assert (without["idle"].fits, without["idle"].reason, without["idle"].text) == (False, "closed", "it is suspect")
+
 
 def test_a_cap_on_disk_wants_a_sandbox_to_say_how_much() -> None:
     use = CapUse(project="/a", cap="disk_bytes", limit=100.0, used=0.0)

@@ -7,13 +7,17 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
+from nats.aio.client import Client
 
 from dsec.cluster.engine.buckets import EngineRegistry
 from dsec.cluster.engine.connection import Engine, EngineSettings
 from dsec.cluster.engine.credentials import SigningKey, user_credentials
+from dsec.cluster.engine.layout import Layout
 from dsec.cluster.engine.log import EngineLog
 from dsec.cluster.log import LogStream
 from dsec.cluster.members.rulings import want
@@ -151,6 +155,80 @@ async def test_an_engine_that_is_away_is_told_with_what_is_known_of_the_write(
         )
 
     assert (silent.value.outcome, never.value.outcome) == (Outcome.UNKNOWN, Outcome.UNCHANGED)
+
+
+async def test_what_is_asked_for_of_an_engine_that_has_been_away_is_refused_at_once_and_what_began_before_is_done(
+    servers: NatsServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec.cluster.engine.connection._GONE_S", 0.3)
+    engine = await servers.connect()
+    registry, log = EngineRegistry(engine), EngineLog(engine)
+    await registry.create(Bucket.NAMES, "there", b"")
+    servers.kill(0)
+    await until(lambda: not engine.connected)
+    begun = asyncio.create_task(engine.write(*WRITE, b"begun", id="begun", timeout_s=3_600))
+
+    await until(lambda: engine._away_s() > 0.3)
+    again = asyncio.create_task(_asked_for_without_a_pause(engine))
+    asked: tuple[Callable[[], Awaitable[object]], ...] = (
+        lambda: engine.write(*WRITE, b"", timeout_s=3_600),
+        lambda: registry.get(Bucket.NAMES, "there"),
+        lambda: registry.create_all(Bucket.OPS, [("a", b"")]),
+        lambda: log.read(EVENTS, ""),
+    )
+    for ask in asked:
+        with pytest.raises(UnavailableError, match="away") as refused:
+            await ask()
+        assert (refused.value.outcome, refused.value.retry_after_s) == (Outcome.UNCHANGED, 2.0)
+    servers.start(0)
+    await begun
+    await again
+
+    assert sorted(await stored(log)) == ["again", "begun"]
+
+
+WRITE = ("dsec-test-EVENTS", "dsec.test.ev.test.a")
+
+
+async def _asked_for_without_a_pause(engine: Engine) -> None:
+    """As a loop that tries again whenever it is refused: others go on beside it."""
+    while True:
+        with contextlib.suppress(UnavailableError):
+            await engine.write(*WRITE, b"again", id="again")
+            return
+
+
+async def test_the_socket_of_a_connection_that_is_lost_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TLS waits for half a minute for an answer to its goodbye, and the client for TLS before it connects again."""
+    monkeypatch.setattr("dsec.cluster.engine.connection._LOOK_S", 0.01)
+    aborted: list[int] = []
+
+    class Lost:
+        there, is_closed, looks = True, False, 0
+
+        @property
+        def is_connected(self) -> bool:
+            self.looks += 1
+            return self.there
+
+        def use(self, number: int) -> None:
+            transport = SimpleNamespace(abort=lambda: aborted.append(number))
+            self._transport = SimpleNamespace(_io_writer=SimpleNamespace(transport=transport))
+
+    client = Lost()
+    client.use(1)
+    engine = Engine(EngineSettings((), Layout("test"), "x"), client=cast(Client, client))
+    watch = asyncio.create_task(engine._watch_loss())
+    for number in (1, 2):
+        client.use(number)
+        client.there, looks = True, client.looks
+        await until(lambda looks=looks: client.looks > looks + 1)  # type: ignore[misc]
+        assert aborted == [1, 2][: number - 1]
+        client.there = False
+        client.use(100)  # a new one, that is being connected, is let be
+        await until(lambda number=number: aborted == [1, 2][:number])  # type: ignore[misc]
+        assert engine._away_since is not None
+    watch.cancel()
 
 
 async def test_a_cluster_that_nothing_has_set_up_yet_is_waited_for(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ async def test_a_node_writes_at_the_desk_what_is_its_own_and_nothing_else(cluste
         # Of what it says only the id goes into the head of a message.
         OwnWrite(bucket=Bucket.NODES, value=pack(card(MINE)), id="x\r\nNats-Rollup: all"),
         OwnEvents(body=b"", id="x\r\nNats-Expected-Stream: x"),
-        OwnEvents(body=bytes(600_000), id="long"),
+        OwnEvents(body=bytes(530_000), id="long"),
     ):
         with pytest.raises(DsecError) as raised:
             await ask(engine, MINE, refused)

@@ -64,6 +64,7 @@ class Place:
     settings: dict[str, Any] = field(default_factory=dict)  # of ServeConfig: {"node": {...}}
     more: str = ""  # of the configuration, for nodes in processes of their own
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    wrap: tuple[str, ...] = ()  # what commands are preceded by: to run elsewhere
 
     @property
     def run(self) -> Path:
@@ -168,7 +169,7 @@ class Place:
             if isinstance(table, dict):
                 lines += [f"[node.{name}]", *(f"{key} = {value!r}" for key, value in table.items())]
         config.write_text("\n".join((*lines, self.more)))
-        command = [sys.executable, "-m", "dsec.serve", *(verb or ("up",)), "--config", str(config)]
+        command = [*self.wrap, sys.executable, "-m", "dsec.serve", *(verb or ("up",)), "--config", str(config)]
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [*command, "--run-dir", str(self.run), "--state-dir", str(self.state)],

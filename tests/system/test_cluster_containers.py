@@ -43,13 +43,13 @@ async def cluster(short_tmp: Path, servers: NatsServers) -> AsyncIterator[Cluste
         yield cluster
 
 
-async def start(place: Place, servers: NatsServers) -> None:
+async def start(place: Place, servers: NatsServers, host: str = "127.0.0.1") -> None:
     identity = place.directory / "id"
     if not identity.exists():
         servers.keys.issue_node(identity)
     said = place.log.read_text().count('"event":"ready"') if place.log.exists() else 0
     joins = [part for url in servers.urls for part in ("--join", url)]
-    process = place.start_process("node", *joins, "--identity", str(identity), "--listen", "127.0.0.1:0")
+    process = place.start_process("node", *joins, "--identity", str(identity), "--listen", f"{host}:0")
 
     async def ready() -> bool:
         text = place.log.read_text()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -67,6 +68,7 @@ class Load:
         self.rng = rng
         self.done: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
+        self.took: defaultdict[str, list[float]] = defaultdict(list)
         self.wrong: list[str] = []
         self.files: dict[str, str] = {}  # what each sandbox was given last
         self.mine: dict[int, list[str]] = {}
@@ -77,14 +79,26 @@ class Load:
         loop = asyncio.get_running_loop()
         while loop.time() < until:
             what = self.rng.choice((self.command, self.command, self.file, self.replace, self.look))
+            began = loop.time()
             try:
                 await what(self.rng.choice(self.clients), own)
                 self.done[what.__name__] += 1
+                self.took[what.__name__].append(loop.time() - began)
             except (UnavailableError, DeadlineError) as error:  # a node is away; a completion is not invented
                 self.failed[type(error).__name__] += 1
                 await asyncio.sleep(0.2)
             except (DsecError, AssertionError) as error:
                 self.wrong.append(f"{what.__name__}: {type(error).__name__}: {error}")
+
+    def told(self) -> str:
+        """For whoever reads what a run has seen; `-s` shows it."""
+        lines = [f"done {dict(self.done)}, not done {dict(self.failed)}, wrong {len(self.wrong)}"]
+        for name, found in sorted(self.took.items()):
+            found.sort()
+            parts = {"p50": 0.5, "p99": 0.99, "most": 1.0}
+            at = {part: found[min(int(len(found) * share), len(found) - 1)] * 1e3 for part, share in parts.items()}
+            lines.append(f"{name}: " + ", ".join(f"{part} {value:.0f} ms" for part, value in at.items()))
+        return "\n".join(lines)
 
     async def command(self, client: AsyncClient, own: list[str]) -> None:
         word = secrets.token_hex(8)
@@ -141,8 +155,10 @@ async def test_a_thousand_sandboxes_on_three_nodes_live_through_ten_minutes_of_l
             return load is not None and load.sandboxes_max > 0
 
         await eventually(all_known)
+        began = asyncio.get_running_loop().time()
         made = await one.create_many(LIVE, ENVIRONMENT, **SHAPE)
         live = [sandbox.id for sandbox in made if isinstance(sandbox, AsyncSandbox)]
+        print(f"{len(live)} made in {asyncio.get_running_loop().time() - began:.1f} s")
         assert len(live) == LIVE, [each for each in made if not isinstance(each, AsyncSandbox)][:3]
 
         load = Load([one, two], live, rng)
@@ -158,7 +174,7 @@ async def test_a_thousand_sandboxes_on_three_nodes_live_through_ten_minutes_of_l
         await asyncio.to_thread(cluster.start_api, "api2")
         await asyncio.gather(*workers)
 
-        print(dict(load.done), dict(load.failed))
+        print(load.told(), cpu_of(places, servers, cluster), sep="\n")
         assert load.wrong == []
         assert all(load.done[name] > 20 for name in ("command", "file", "replace", "look")), load.done
         expected = {id for own in load.mine.values() for id in own}
@@ -168,6 +184,19 @@ async def test_a_thousand_sandboxes_on_three_nodes_live_through_ten_minutes_of_l
         ended = await asyncio.gather(*(ended_of(one, id) for id in sorted(expected)))
         assert all(ended)
         assert await one.list() == []
+
+
+def cpu_of(places: list[Place], servers: NatsServers, cluster: ClusterProcesses) -> str:
+    """Of the processes that run now; those that were killed have begun anew meanwhile."""
+    pids = {f"node{number}": place.processes[-1].pid for number, place in enumerate(places)}
+    pids |= {f"nats{number}": servers.pid(number) for number in range(NODES)}
+    pids |= {name: process.pid for name, process in cluster.processes.items()}
+    return "CPU " + ", ".join(f"{name} {cpu_s(pid):.0f} s" for name, pid in pids.items())
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 _TURN: Final = asyncio.Semaphore(16)

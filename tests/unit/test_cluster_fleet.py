@@ -84,6 +84,7 @@ async def test_without_a_node_that_takes_anything_new_there_is_no_capacity(clust
         await cluster.create(key="a")
     cluster.only(0)
     await cluster.clock.advance(10)  # no heartbeats: all are suspect
+    assert cluster.one.closed() == dict.fromkeys(NODES, "it is suspect")
     with pytest.raises(CapacityError, match="no node"):
         await cluster.create()
 

@@ -112,7 +112,7 @@ class Admission:
         except ForbiddenError as error:
             policy = body_of(error)
         caps = [cap_verdict(use, spec) for use in await self.ledger.uses(rules.quotas)]
-        nodes = node_verdicts(plans, spec, caller.project, self._fleet.bursts)
+        nodes = node_verdicts(plans, spec, caller.project, self._fleet.bursts, self._fleet.closed())
         return Explanation(
             project=caller.project,
             would_be_made=policy is None and all(cap.fits for cap in caps) and any(node.fits for node in nodes),

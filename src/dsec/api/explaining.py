@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dsec.cluster.placement import (
@@ -48,11 +48,17 @@ def cap_verdict(use: CapUse, spec: SandboxSpec) -> CapVerdict:
 
 
 def node_verdicts(
-    plans: Sequence[CreatePlan], spec: SandboxSpec, project: str = "", bursts: Sequence[Burst] = ()
+    plans: Sequence[CreatePlan],
+    spec: SandboxSpec,
+    project: str = "",
+    bursts: Sequence[Burst] = (),
+    closed: Mapping[str, str] | None = None,
 ) -> list[NodeVerdict]:
-    """Placement proposes by what is known of the nodes, and each node has said what it would decide."""
+    """Placement proposes by what is known of the nodes, and each node has said what it would decide. `closed`: why
+    nothing new goes to some, whatever they say."""
+    closed = closed or {}
     ask, overlay = ask_of(spec, project), Overlay()
-    nodes = {plan.node: _candidate(plan, ask.image, bursts) for plan in plans}
+    nodes = {plan.node: _candidate(plan, ask.image, bursts, closed.get(plan.node)) for plan in plans}
     refused = spilling(list(nodes.values()), ask, overlay, bursts) | refusals(nodes.values(), ask, overlay)
     able = [nodes[plan.node] for plan in plans if plan.refused is None and NodeId(plan.node) not in refused]
     best = choose(able, ask, overlay=overlay, rng=random.Random(_SEED), bursts=bursts)
@@ -78,7 +84,7 @@ def node_verdicts(
     return found
 
 
-def _candidate(plan: CreatePlan, image: str | None, bursts: Sequence[Burst]) -> Candidate:
+def _candidate(plan: CreatePlan, image: str | None, bursts: Sequence[Burst], closed: str | None) -> Candidate:
     facts = plan.facts
     return Candidate(
         NodeId(plan.node),
@@ -88,6 +94,7 @@ def _candidate(plan: CreatePlan, image: str | None, bursts: Sequence[Burst]) -> 
         labels=facts.labels,
         devices=facts.devices,
         pool=pool_of(facts.labels, bursts),
+        closed=closed,
         images=(image,) if facts.has_environment and image is not None else (),
         used=facts.used,
         room=facts.room,

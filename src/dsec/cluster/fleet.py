@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -63,6 +63,10 @@ class Fleet(Protocol):
 
     def nodes(self) -> Sequence[NodeId]:
         """All on which there may be sandboxes now."""
+        ...
+
+    def closed(self) -> Mapping[str, str]:
+        """Those of them that get nothing new now, and why."""
         ...
 
     async def node_of_key(self, project: str, key: str) -> NodeId | None:
@@ -135,6 +139,9 @@ class OneNode:
 
     def nodes(self) -> Sequence[NodeId]:
         return (self._node,)
+
+    def closed(self) -> Mapping[str, str]:
+        return {}
 
     async def node_of_key(self, project: str, key: str) -> NodeId | None:
         return self._node

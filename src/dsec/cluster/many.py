@@ -154,6 +154,11 @@ class ManyNodes:
         now = self._clock.monotonic_s()
         return [view.id for view in self._nodes if view.state(now) in (NodeState.LIVE, NodeState.SUSPECT)]
 
+    def closed(self) -> Mapping[str, str]:
+        now = self._clock.monotonic_s()
+        found = {str(view.id): view.closed(now) for view in self._nodes}
+        return {node: why for node, why in found.items() if why is not None}
+
     def silent(self) -> Sequence[NodeId]:
         now = self._clock.monotonic_s()
         return [view.id for view in self._nodes if view.member is not None and _is_silent(view, now)]

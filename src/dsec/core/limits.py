@@ -254,6 +254,15 @@ EVENTS_KEPT_S: Final = 3 * 86_400.0  # three days: who reads events comes back o
 ENGINE_WAIT_S: Final = 15.0  # for an answer of the engine: without a leader it is silent for up to 10 s
 DESK_ASKED_MAX: Final = 16  # under way for one node at one replica: it asks for its card and its events, one by one
 DESK_WAITING_MAX: Final = 4_096  # asked by all nodes and not looked at yet; of 160 nodes that is 25 each
+DESK_MESSAGES_S: Final = 100.0  # of one node, at one replica: it asks for its card 0.2 times and its events 20 times
+DESK_MESSAGES_BURST: Final = 400  # more, once: what has waited while a replica was busy
+HEARTBEATS_S: Final = 20.0  # of one node, that are looked at: it sends one a second
+HEARTBEATS_BURST: Final = 100  # more, once: a minute and a half that a replica has stood still
+HEARTBEAT_BYTES_MAX: Final = 16 * KIB  # it has some 150
+HEARTBEATS_WAITING_MAX: Final = 16_384  # of all nodes, not looked at yet; of 5,000 nodes that is 3 each
+NODE_FLOOD_MESSAGES: Final = 1_000  # beyond these measures, of one node: then it is not listened to for a minute
+NODE_MESSAGE_BYTES_MAX: Final = LOG_RECORD_BYTES_MAX + 16 * KIB  # that a node sends: a record of events, and its frame
+NODE_SUBSCRIPTIONS_MAX: Final = 8  # of a node with the engine: it has one, for answers
 DESK_EVENTS_BYTES_S: Final = 1 * MIB  # of one node, at one replica: some 3,000 events, far above what it makes for long
 ENGINE_PENDING_BYTES_MAX: Final = 2 * MIB  # written while the engine is away; beyond it writers are told at once
 

@@ -99,6 +99,14 @@ CREATES_QUEUE_FULL: Final = Counter(
 RESUMES_WAITING: Final = Gauge("dsec_resumes_waiting", "Resumes that wait for memory at this node.", registry=REGISTRY)
 NODES: Final = Gauge("dsec_nodes", "Nodes of the cluster, as a watcher sees them.", ["state"], registry=REGISTRY)
 NODES_LOST: Final = Counter("dsec_nodes_lost_total", "Nodes that a watcher has declared lost.", registry=REGISTRY)
+NODE_FLOODS: Final = Counter(
+    "dsec_node_floods_total",
+    "Times that a node was not listened to for a minute, as it sent far too much.",
+    registry=REGISTRY,
+)
+NODE_MESSAGES_DROPPED: Final = Counter(
+    "dsec_node_messages_dropped_total", "Messages of nodes that were above their measure.", registry=REGISTRY
+)
 JOB_LEASES_MISSED: Final = Counter(
     "dsec_job_leases_missed_total", "Leases of jobs that were over.", ["on_missed"], registry=REGISTRY
 )

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from nats.aio.msg import Msg
 
 from dsec import __version__
 from dsec.cluster.endednames import EndedNames
 from dsec.cluster.engine.buckets import EngineRegistry
 from dsec.cluster.engine.connection import Engine, EngineSettings
 from dsec.cluster.engine.desk import NodeDesk
+from dsec.cluster.engine.intake import Intake
 from dsec.cluster.engine.layout import Layout
 from dsec.cluster.engine.log import EngineLog
 from dsec.cluster.engine.own import OwnKeys, OwnLog
@@ -36,7 +36,14 @@ from dsec.cluster.publishing import EventPublisher
 from dsec.cluster.tombstones import TombstoneRpc
 from dsec.core.clock import SystemClock
 from dsec.core.errors import DsecError, NodeRetiredError, PlatformError, UnavailableError
-from dsec.core.limits import CARD_IMAGES_BYTES_MAX, DEVICE_KINDS_MAX
+from dsec.core.limits import (
+    CARD_IMAGES_BYTES_MAX,
+    DEVICE_KINDS_MAX,
+    HEARTBEAT_BYTES_MAX,
+    HEARTBEATS_BURST,
+    HEARTBEATS_S,
+    HEARTBEATS_WAITING_MAX,
+)
 from dsec.node.devices import Devices
 from dsec.node.events import event_of
 from dsec.node.facts import features_of
@@ -135,11 +142,20 @@ class _Clustered:
         self.stack.push_async_callback(nodes.close)
         await nodes.start()
 
-        async def heard(message: Msg) -> None:
-            nodes.heard(message.subject.rpartition(".")[2], message.data)
-
-        await self.engine.listen(self.engine.layout.heartbeat("*"), heard)
-        desk = NodeDesk(self.engine, retired=nodes.retired)
+        beats = Intake(
+            self.engine,
+            self.engine.layout.heartbeat,
+            lambda node, message: nodes.heard(node, message.data),
+            members=nodes.members,
+            rate=HEARTBEATS_S,
+            burst=HEARTBEATS_BURST,
+            bytes_max=HEARTBEAT_BYTES_MAX,
+            waiting_max=HEARTBEATS_WAITING_MAX,
+            flooded=nodes.flooded,
+        )
+        self.stack.push_async_callback(beats.close)
+        await beats.open()
+        desk = NodeDesk(self.engine, retired=nodes.retired, members=nodes.members, flooded=nodes.flooded)
         self.stack.push_async_callback(desk.close)
         await desk.open()
         return nodes

@@ -39,6 +39,7 @@ class EventKind(enum.StrEnum):
     NODE_LOST = "node_lost"
     NODE_RETURNED = "node_returned"
     NODE_RETIRED = "node_retired"
+    NODE_FLOODS = "node_floods"  # it sends far too much, and is not listened to for a minute
     # What a reader has missed. For everybody.
     GAP = "gap"
 

@@ -42,7 +42,10 @@ VERSION_MIN: Final = (2, 12, 0)  # times to live of keys, atomic batches, batche
 _ATTEMPT_S: Final = 2.0  # an answer that does not come within it was lost with a connection or a leader
 _PAUSE_S: Final = 0.25
 _CONNECT_S: Final = 10.0
-_PING_S: Final = 5
+_PING_S: Final = 3  # a cut that swallows everything is noticed after three of them
+_LOOK_S: Final = 0.5
+_GONE_S: Final = 5.0  # what is asked for after the connection has been lost for so long is refused at once
+_GONE_RETRY_S: Final = 2.0
 _SLOW_S: Final = 60.0  # between two lines about messages that are dropped
 _REFUSALS_MAX: Final = 64
 _BATCHES_MAX: Final = 4  # under way at once: the server has room for fifty of one stream, of all replicas
@@ -102,7 +105,9 @@ class Engine:
     client: Client = field(default_factory=Client)
     _reconnected: set[Callable[[], None]] = field(default_factory=set)
     _since: float = field(default_factory=time.monotonic)
+    _away_since: float | None = None  # monotonic
     _batches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_BATCHES_MAX))
+    _watch: asyncio.Task[None] | None = None
     _slow_until: float = 0.0  # monotonic; told of before
     _refused: set[str] = field(default_factory=set)  # what the server has said so of, in its words
 
@@ -118,6 +123,32 @@ class Engine:
     def connected_since(self) -> float | None:
         """On the monotonic clock, without a break; None: it is away."""
         return self._since if self.connected else None
+
+    async def check_there(self) -> None:
+        """Raises UnavailableError for a connection that has been lost for long: what is asked for is not waited with.
+        Not before a pause, so that no loop of one who asks again is without one."""
+        if self._away_s() <= _GONE_S:
+            return
+        await asyncio.sleep(_PAUSE_S)
+        if (away := self._away_s()) > _GONE_S:
+            raise UnavailableError(
+                f"the engine (NATS) has been away for {away:.0f} s",
+                outcome=Outcome.UNCHANGED,
+                retry_after_s=_GONE_RETRY_S,
+            )
+
+    @property
+    def _is_away(self) -> bool:
+        return not self.connected and not self.client.is_closed
+
+    def _away_s(self) -> float:
+        # Seen here as well: the client may take half a minute to tell of the loss of a connection that was cut.
+        if not self._is_away:
+            self._away_since = None
+            return 0.0
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+        return time.monotonic() - self._away_since
 
     @classmethod
     async def connect(cls, settings: EngineSettings, *, timeout_s: float = _CONNECT_S) -> Engine:
@@ -157,9 +188,13 @@ class Engine:
             await engine.close()
             wanted, found = (".".join(map(str, parts)) for parts in (VERSION_MIN, version))
             raise HostError(f"the NATS server has version {found}, and dsec needs {wanted}", hint="use a newer server")
+        engine._watch = asyncio.create_task(engine._watch_loss(), name="loss of the engine")
         return engine
 
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         with contextlib.suppress(nats.errors.Error, TimeoutError, OSError):
             await self.client.close()
 
@@ -190,6 +225,12 @@ class Engine:
             return await self.client.subscribe(subject, queue, cb=heard, pending_msgs_limit=waiting_max)
         except nats.errors.Error as error:
             raise UnavailableError(f"cannot listen on {subject}: {_said(error)}") from error
+
+    def shed(self) -> None:
+        """After too much has come: what the server has queued for us, up to 64 MiB, is given up with the connection."""
+        if self.connected:
+            log.warning("too much waits at the engine: connecting anew")
+            _abort(_socket_of(self.client))  # who reads from it sees its end, and connects again
 
     async def write(
         self,
@@ -235,6 +276,7 @@ class Engine:
 
         Raises ConflictError when there is something in one, UnavailableError for whatever else: it may be written yet.
         """
+        await self.check_there()
         batch = secrets.token_hex(12)
         fixed = {"Nats-Batch-Id": batch, "Nats-Expected-Last-Subject-Sequence": "0"}
         if ttl_s is not None:
@@ -288,13 +330,18 @@ class Engine:
         nobody: str = "nobody is in charge of the stream now",
     ) -> Any:
         """Until `read` takes an answer; it raises NotNow for one that may change. Each attempt goes to the next of
-        `subjects`, and then to the last one."""
+        `subjects`, and then to the last one. One that has begun waits through the loss of the connection."""
+        await self.check_there()
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         uncertain = False
         why = "it does not answer"
         attempt = 0
         while (left := until - loop.time()) > 0:
+            if self._is_away:  # sent now, it would be done when nobody waits for it any more
+                why = "it is away"
+                await asyncio.sleep(min(_PAUSE_S, left))
+                continue
             subject = subjects[min(attempt, len(subjects) - 1)]
             attempt += 1
             try:
@@ -323,15 +370,16 @@ class Engine:
     # -- life --------------------------------------------------------------------------------------
 
     async def _on_error(self, error: Exception) -> None:
+        if isinstance(error, nats.errors.SlowConsumerError):  # of each message that is dropped
+            if time.monotonic() >= self._slow_until:
+                self._slow_until = time.monotonic() + _SLOW_S
+                log.warning("more comes from the engine than can be looked at: some is dropped", error=_said(error))
+            return
         text = _said(error)
         if "permissions violation" in text.lower():
             if len(self._refused) < _REFUSALS_MAX:
                 self._refused.add(text.lower())
             log.error("the engine refuses this", error=text)
-        elif isinstance(error, nats.errors.SlowConsumerError):  # of each message that is dropped
-            if time.monotonic() >= self._slow_until:
-                self._slow_until = time.monotonic() + _SLOW_S
-                log.warning("more comes from the engine than can be looked at: some of it is dropped", error=text)
         elif not isinstance(error, (OSError, nats.errors.StaleConnectionError)):  # the loss is told of by itself
             log.warning("trouble with the engine", error=text)
 
@@ -341,12 +389,27 @@ class Engine:
         self._refused -= found
         return bool(found)
 
+    async def _watch_loss(self) -> None:
+        """TLS waits half a minute for an answer to its goodbye, and the client for TLS before it connects again. From
+        behind a cut none comes."""
+        used: asyncio.BaseTransport | None = None
+        while True:
+            if self.connected:
+                used = _socket_of(self.client)
+            elif used is not None:
+                self._away_s()
+                _abort(used)
+                used = None
+            await asyncio.sleep(_LOOK_S)
+
     async def _on_disconnect(self) -> None:
         if not self.client.is_closed:
+            self._away_s()
             log.warning("the connection to the engine is lost")
 
     async def _on_reconnect(self) -> None:
         self._since = time.monotonic()
+        self._away_since = None
         log.info("connected to the engine again")
         for callback in list(self._reconnected):
             callback()
@@ -401,6 +464,17 @@ def _error(error: ApiError, what: str) -> Exception:
     if error.code in (503, 408) or error.err_code == 10158:
         return NotNow(error.description)
     return PlatformError(f"the engine refuses {what}: {error.description} ({error.err_code})")
+
+
+def _socket_of(client: Client) -> asyncio.BaseTransport | None:
+    writer = getattr(client._transport, "_io_writer", None)
+    return None if writer is None else writer.transport
+
+
+def _abort(transport: asyncio.BaseTransport | None) -> None:
+    abort = getattr(transport, "abort", None)  # of asyncio and of uvloop
+    if abort is not None:
+        abort()
 
 
 def _outcome(uncertain: bool) -> Outcome:

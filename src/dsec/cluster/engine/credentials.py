@@ -116,8 +116,8 @@ def operator_jwt(operator: SigningKey, name: str, *, system_account: str) -> str
 
 
 def account_jwt(operator: SigningKey, account: SigningKey, name: str, *, jetstream: bool) -> str:
-    limits: dict[str, Any] = {"subs": -1, "data": -1, "payload": -1, "imports": -1, "exports": -1, "wildcards": True}
-    limits |= {"conn": -1, "leaf": -1}
+    limits: dict[str, Any] = {"subs": -1, "data": -1, "payload": -1, "imports": 0, "exports": 0, "wildcards": False}
+    limits |= {"conn": -1, "leaf": 0}
     if jetstream:
         limits |= {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1}
     return _sign(operator, account.public, name, {"type": "account", "limits": limits})
@@ -125,14 +125,16 @@ def account_jwt(operator: SigningKey, account: SigningKey, name: str, *, jetstre
 
 def user_credentials(account: SigningKey, name: str, rights: Rights, *, expires_at: float | None = None) -> Credentials:
     user = SigningKey.generate("user")
-    claims = {
+    claims: dict[str, Any] = {
         "type": "user",
         "pub": {"allow": list(rights.publish)},
         "sub": {"allow": list(rights.subscribe)},
-        "subs": -1,
+        "subs": rights.subscriptions_max,
         "data": -1,
-        "payload": -1,
+        "payload": rights.message_bytes_max,
     }
+    if rights.plain:
+        claims["allowed_connection_types"] = ["STANDARD"]
     return Credentials(_sign(account, user.public, name, claims, expires_at=expires_at), user)
 
 

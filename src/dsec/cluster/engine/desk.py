@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from dsec.cluster.engine.buckets import EngineRegistry
 from dsec.cluster.engine.connection import Engine
+from dsec.cluster.engine.intake import Intake
 from dsec.cluster.engine.log import EngineLog
 from dsec.cluster.log import LogStream, node_subject
 from dsec.cluster.registry import Bucket
@@ -29,7 +29,15 @@ from dsec.core.errors import (
     UnavailableError,
 )
 from dsec.core.ids import NodeId, parse_node_id
-from dsec.core.limits import DESK_ASKED_MAX, DESK_EVENTS_BYTES_S, DESK_WAITING_MAX, EVENTS_NODE_BYTES_MAX
+from dsec.core.limits import (
+    DESK_ASKED_MAX,
+    DESK_EVENTS_BYTES_S,
+    DESK_MESSAGES_BURST,
+    DESK_MESSAGES_S,
+    DESK_WAITING_MAX,
+    EVENTS_NODE_BYTES_MAX,
+    NODE_MESSAGE_BYTES_MAX,
+)
 from dsec.observe.logs import get_logger
 from dsec.wire.cluster import Card, Member, OwnEvents, OwnKey, OwnWrite, Told, ruling_key
 from dsec.wire.codec import pack, unpack
@@ -46,37 +54,52 @@ _KINDS: Final[dict[Bucket, type[Card] | type[Member]]] = {Bucket.NODES: Card, Bu
 
 
 class NodeDesk:
-    def __init__(self, engine: Engine, *, retired: Callable[[NodeId], bool]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        retired: Callable[[NodeId], bool],
+        members: Callable[[], Iterable[NodeId]] = tuple,
+        flooded: Callable[[NodeId], None] = lambda _: None,
+    ) -> None:
+        """`members` and `flooded`: see `Intake`."""
         self._engine = engine
         self._registry = EngineRegistry(engine)
         self._log = EngineLog(engine)
         self._retired = retired
-        self._open: list[Subscription] = []
+        layout = engine.layout
+        self._intakes = [
+            Intake(
+                engine,
+                subject,
+                self._heard,
+                members=members,
+                rate=DESK_MESSAGES_S,
+                burst=DESK_MESSAGES_BURST,
+                bytes_max=NODE_MESSAGE_BYTES_MAX,
+                waiting_max=DESK_WAITING_MAX,
+                queue=queue,
+                flooded=flooded,
+            )
+            for subject, queue in ((layout.desk, _GROUP), (layout.desks, ""))
+        ]
         self._asked: Counter[str] = Counter()  # under way, of each node
         self._told_bytes: dict[NodeId, tuple[float, float]] = {}  # of events, less what its time allows; as of when
         self._warned: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        layout = self._engine.layout
-        for subject, queue in ((layout.desk("*"), _GROUP), (layout.desks("*"), "")):
-            self._open.append(
-                await self._engine.listen(subject, self._heard, queue=queue, waiting_max=DESK_WAITING_MAX)
-            )
+        for intake in self._intakes:
+            await intake.open()
 
     async def close(self) -> None:
-        for subscription in self._open:
-            try:
-                await subscription.unsubscribe()
-            except Exception as error:  # the connection is closed
-                log.debug("the desk ended with its connection", error=str(error))
+        for intake in self._intakes:
+            await intake.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _heard(self, message: Msg) -> None:
-        """Never waits, so that no node holds up the others."""
-        node = message.subject.rpartition(".")[2]
+    def _heard(self, node: NodeId, message: Msg) -> None:
         if not self._answers(node, message.reply):
             now = asyncio.get_running_loop().time()
             if now >= self._warned.get(node, now):
@@ -93,7 +116,7 @@ class NodeDesk:
     def _answers(self, node: str, reply: str) -> bool:
         return reply.startswith(f"{self._engine.layout.inbox(node)}.")
 
-    async def _serve(self, node: str, message: Msg) -> None:
+    async def _serve(self, node: NodeId, message: Msg) -> None:
         try:
             told = await self._told(node, message.data)
             await self._engine.tell(message.reply, pack(told))

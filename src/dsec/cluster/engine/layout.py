@@ -11,7 +11,15 @@ from dsec.cluster.log import LogStream
 from dsec.cluster.registry import TOGETHER, Bucket
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.ids import NodeId
-from dsec.core.limits import AUDIT_KEEP_S, EVENTS_KEPT_S, LOG_RECORD_BYTES_MAX, MIB, REGISTRY_VALUE_BYTES_MAX
+from dsec.core.limits import (
+    AUDIT_KEEP_S,
+    EVENTS_KEPT_S,
+    LOG_RECORD_BYTES_MAX,
+    MIB,
+    NODE_MESSAGE_BYTES_MAX,
+    NODE_SUBSCRIPTIONS_MAX,
+    REGISTRY_VALUE_BYTES_MAX,
+)
 
 _UNIT: Final = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?\Z")
 _NS: Final = 1_000_000_000
@@ -124,7 +132,11 @@ class Layout:
         """A node tells its load, and asks who has rights of its own to write for it (`engine.desk`). It has none with
         the engine: whoever may ask that chooses where the answer goes, and so writes to any subject that keeps it."""
         return Rights(
-            publish=(self.heartbeat(node), self.desk(node), self.desks(node)), subscribe=(f"{self.inbox(node)}.>",)
+            publish=(self.heartbeat(node), self.desk(node), self.desks(node)),
+            subscribe=(f"{self.inbox(node)}.>",),
+            message_bytes_max=NODE_MESSAGE_BYTES_MAX,
+            subscriptions_max=NODE_SUBSCRIPTIONS_MAX,
+            plain=True,
         )
 
     def control_rights(self) -> Rights:
@@ -136,3 +148,6 @@ class Layout:
 class Rights:
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
+    message_bytes_max: int = -1  # the server's own bound
+    subscriptions_max: int = -1
+    plain: bool = False  # by connections of clients alone: none of other servers, of browsers or of MQTT

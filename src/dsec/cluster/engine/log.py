@@ -103,6 +103,7 @@ class EngineLog:
         return await self._direct(stream, request, limit)
 
     async def _direct(self, stream: LogStream, request: dict[str, object], limit: int) -> list[Record]:
+        await self._engine.check_there()
         loop = asyncio.get_running_loop()
         until = loop.time() + ENGINE_WAIT_S
         while loop.time() < until:

@@ -24,6 +24,7 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 SUSPECT_S: Final = 5.0  # ruling 30: five heartbeats missed
+FLOODS_S: Final = 60.0
 _RULING: Final = ".ruling"
 
 
@@ -47,6 +48,7 @@ class NodeView:
     heard_at: float = 0.0  # monotonic, of the last heartbeat
     loaded_at: float = 0.0  # monotonic: when the load came
     away_since: float | None = None  # monotonic
+    floods_until: float = 0.0  # monotonic
 
     def state(self, now: float) -> NodeState:
         if self.ruling.wanted == Wanted.RETIRE:
@@ -66,6 +68,8 @@ class NodeView:
         state = self.state(now)
         if state != NodeState.LIVE:
             return f"it is {state}"
+        if now < self.floods_until:
+            return "it floods the cluster with messages"
         if self.ruling.wanted != Wanted.SERVE:
             return f"an operator wants it to {self.ruling.wanted}"
         return None if self.admits else "it takes nothing new"
@@ -86,6 +90,7 @@ class Nodes:
         self._tasks: list[asyncio.Task[None]] = []
         self._known: dict[Bucket, bool] = {Bucket.NODES: False, Bucket.MEMBERS: False}
         self._ready = asyncio.Event()
+        self.floods: set[NodeId] = set()  # since somebody has taken them
         self.changed = asyncio.Event()  # set at each change; who waits clears it
         self.on_news: Callable[[], None] = lambda: None  # of any node: there may be room
 
@@ -118,6 +123,17 @@ class Nodes:
 
     def find(self, node: NodeId) -> NodeView | None:
         return self._views.get(node)
+
+    def members(self) -> list[NodeId]:
+        """Those that may be heard of."""
+        return [view.id for view in self if view.member is not None and view.ruling.wanted != Wanted.RETIRE]
+
+    def flooded(self, node: NodeId) -> None:
+        """It sends far more than is looked at: for a while nothing new goes there."""
+        view = self._views.get(node)
+        if view is not None:
+            self.floods.add(node)
+            view.floods_until = self._clock.monotonic_s() + FLOODS_S
 
     def retired(self, node: NodeId) -> bool:
         view = self._views.get(node)

@@ -108,6 +108,7 @@ class Watcher:
         for node in found.lost:
             await self._declare(node)
         await self._tell_changes()
+        await self._tell_floods()
         self._bury_next()
 
     def _bury_next(self) -> None:
@@ -167,6 +168,14 @@ class Watcher:
             if kind is not None:
                 await self._say(node, kind, at, f"at-{int(at)}")
 
+    async def _tell_floods(self) -> None:
+        at = self._clock.wall_s()
+        while self._nodes.floods:
+            node = min(self._nodes.floods)
+            if self._nodes.find(node) is not None:
+                await self._say(node, EventKind.NODE_FLOODS, at, f"at-{int(at)}")
+            self._nodes.floods.discard(node)
+
     async def _hold(self) -> None:
         now = self._clock.monotonic_s()
         if self._held is None or now >= self._held.until:
@@ -192,6 +201,8 @@ class Watcher:
             log.info("the watcher's lease ends by itself", error=str(error))
 
     def _count(self) -> None:
+        if not self.acts:
+            self._nodes.floods.clear()  # the one that acts has seen it, too
         now = self._clock.monotonic_s()
         counts = dict.fromkeys(NodeState, 0)
         for view in self._nodes:
