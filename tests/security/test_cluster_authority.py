@@ -13,25 +13,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import pytest
 from nats.aio.msg import Msg
 
+from dsec.cluster.directory import Address
 from dsec.cluster.engine import desk
 from dsec.cluster.engine.buckets import EngineRegistry
 from dsec.cluster.engine.connection import Engine
 from dsec.cluster.engine.desk import NodeDesk
 from dsec.cluster.engine.layout import Rights
 from dsec.cluster.engine.log import EngineLog
-from dsec.cluster.engine.own import OwnKeys, OwnLog, ask
+from dsec.cluster.engine.own import OwnKeys, OwnLog, ask, places_of
 from dsec.cluster.engine.setup import prepare
 from dsec.cluster.log import LogStream, node_subject, verdict_subject
-from dsec.cluster.registry import Bucket
-from dsec.core.errors import ConflictError, DsecError, NodeRetiredError
+from dsec.cluster.registry import Bucket, key_of
+from dsec.core.errors import ConflictError, DsecError, ForbiddenError, InvalidArgumentError, NodeRetiredError
 from dsec.core.ids import NodeId
 from dsec.core.limits import DESK_ASKED_MAX
 from dsec.testing.nats_servers import NatsServers, nats_server, nats_servers
-from dsec.wire.cluster import Card, Heartbeat, Member, OwnEvents, OwnKey, OwnWrite, Told, ruling_key
+from dsec.wire.cluster import Card, Heartbeat, Member, OwnEvents, OwnGroup, OwnKey, OwnWrite, Told, ruling_key
 from dsec.wire.codec import pack, unpack
+from dsec.wire.groups import GroupNote
+from dsec.wire.jobs import JobRow, JobState, OnMissed
 from dsec.wire.records import NodeLoad
 from tests.contract.served import until
 
@@ -113,7 +117,7 @@ async def a_cluster(directory: Path) -> AsyncIterator[Cluster]:
     async with nats_servers(directory) as servers:
         retired: set[NodeId] = set()
         control = await servers.connect()
-        desk = NodeDesk(control, retired=lambda node: node in retired)
+        desk = NodeDesk(control, retired=lambda node: node in retired, address=lambda _: Address("10.0.0.9", 1, 1))
         await desk.open()
         found = Cluster(servers, control, desk, retired)
 
@@ -348,6 +352,50 @@ async def test_a_node_writes_at_the_desk_what_is_its_own_and_nothing_else(cluste
     for noise in (b"", b"\xc1", pack({"type": "delete"}), pack({"type": "read", "bucket": "NODES"})):
         await engine.client.publish(cluster.servers.layout.desk(MINE), noise)
     assert await cluster.picture() == before
+
+
+async def test_a_node_is_told_of_groups_that_it_has_members_of_and_of_its_own_links_alone(cluster: Cluster) -> None:
+    third = NodeId("cccccccc")
+    note = GroupNote(
+        digest=b"",
+        nodes={"web": MINE, "db": OTHER, "job": OTHER, "vault": third},
+        across={"web": [("db", 5432)], "job": [("web", 80), ("vault", 22)], "vault": [("db", 5432)]},
+    )
+
+    def row(name: str, group: GroupNote | None, state: JobState = JobState.RUNNING) -> JobRow:
+        return JobRow(
+            id=f"job_{name}", name=name, project="/p", principal="x", created_at=0.0, lease_s=None,
+            on_missed=OnMissed.STOP, grace_s=0.0, state=state, group=group,
+        )  # fmt: skip
+
+    theirs = msgspec.structs.replace(note, nodes=dict.fromkeys(note.nodes, OTHER))
+    for name, group, state in (
+        ("shop", note, JobState.RUNNING),
+        ("theirs", theirs, JobState.RUNNING),
+        ("over", note, JobState.STOPPED),
+        ("none", None, JobState.RUNNING),
+    ):
+        await cluster.registry.put(Bucket.JOBS, key_of("/p", name), pack(row(name, group, state)))
+    engine = await cluster.servers.connect(MINE, cluster.servers.node(MINE))
+    before = await cluster.picture()
+
+    told = await places_of(engine, MINE, OwnGroup(project="/p", name="shop", id="job_shop"))
+    assert told.nodes == {"web": MINE, "db": OTHER, "job": OTHER}
+    assert told.links == {"web": [("db", 5432)], "job": [("web", 80)]}
+    assert set(told.addresses) == {MINE, OTHER}
+    for asked in (
+        OwnGroup(project="/p", name="shop", id="job_older"),
+        OwnGroup(project="/q", name="shop", id="job_shop"),
+        *(OwnGroup(project="/p", name=name, id=f"job_{name}") for name in ("theirs", "over", "none", "nothing")),
+        OwnGroup(project="/" + "p" * 2_000, name="x", id="x"),
+    ):
+        with pytest.raises((ForbiddenError, InvalidArgumentError)):
+            await places_of(engine, MINE, asked)
+    assert await cluster.picture() == before
+
+    cluster.retired.add(MINE)
+    with pytest.raises(NodeRetiredError):
+        await places_of(engine, MINE, OwnGroup(project="/p", name="shop", id="job_shop"))
 
 
 async def test_ids_of_a_node_keep_nobody_elses_records_out(cluster: Cluster) -> None:

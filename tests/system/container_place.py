@@ -63,6 +63,7 @@ class Place:
     id_dir: Path | None = None  # None: its own
     settings: dict[str, Any] = field(default_factory=dict)  # of ServeConfig: {"node": {...}}
     more: str = ""  # of the configuration, for nodes in processes of their own
+    wrap: tuple[str, ...] = ()  # before the command of its node: into a network, say
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     wrap: tuple[str, ...] = ()  # what commands are preceded by: to run elsewhere
 

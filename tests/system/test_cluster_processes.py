@@ -20,6 +20,7 @@ import aiohttp
 import pytest
 
 from dsec.core.errors import NotFoundError, UnavailableError, UnsupportedError
+from dsec.core.spec import Place
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.sync import Client
 from dsec.testing.clusters import ClusterProcesses, cluster_processes
@@ -305,6 +306,72 @@ async def test_a_group_is_on_one_node_and_whole_or_gone(cluster: ClusterProcesse
             await client.groups.create({**members, "m3": {**member, "network": "routed", "after": ["m1"]}}, name="shop")
         assert (await caller.ask("GET", "/jobs/shop"))[0] == 404
         assert await other.list(job="shop") == []
+
+
+APART = Place(group="shop", apart=True)
+
+
+async def test_a_group_that_fits_on_no_node_is_over_several_and_whole_or_gone(
+    cluster: ClusterProcesses, caller: Caller
+) -> None:
+    member = {"backend": "fake", "memory": "64MiB"}
+    members = {"db": {**member, "place": APART}, "web": {**member, "place": APART, "after": ["db"]}, "log": member}
+    async with (
+        AsyncClient(f"unix://{cluster.socket(APIS[0])}") as client,
+        AsyncClient(f"unix://{cluster.socket(APIS[1])}") as other,
+    ):
+        group = await client.groups.create(members, links=["db:7"], name="wide")
+        nodes = {name: id[4:12] for name, id in group.members.items()}
+        assert nodes["db"] != nodes["web"]
+        assert nodes["log"] in (nodes["db"], nodes["web"])
+        assert (await other.groups.create(members, links=["db:7"], name="wide")).members == group.members
+        assert (await other.jobs.get("wide")).info.sandboxes == {"running": 3}
+        await (await other.groups.get("wide")).down()
+        assert await client.list(job="wide") == []
+
+        third = {**member, "network": "routed", "after": ["web"]}
+        with pytest.raises(UnsupportedError) as found:
+            await client.groups.create({**members, "third": third}, links=["db:7"], name="wide")
+        assert found.value.detail["member"] == "third"
+        spec = {**SPEC, "place": {"group": "shop", "apart": True}}
+        body = {"name": "wide", "members": {name: {"spec": spec} for name in ("db", "web", "third")}}
+        status, told = await caller.ask("POST", "/groups", json=body)  # not asked again, as by the SDK
+        assert (status, told["detail"]["member"] in body["members"]) == (429, True)
+        assert "fits on no node" in told["message"]
+        assert await other.list(job="wide") == []
+        assert (await caller.ask("GET", "/jobs/wide"))[0] == 404
+
+
+@pytest.mark.slow
+async def test_a_replica_that_is_killed_while_it_starts_a_group_leaves_nothing_of_it_on_any_node(
+    cluster: ClusterProcesses,
+) -> None:
+    member = {"backend": "fake", "memory": "64MiB"}
+    never = {"start": True, "command": ["sleep", "3600"], "ready": {"port": 9}}
+    members = {
+        "db": {**member, "place": APART},
+        "web": {**member, "place": APART},
+        "late": {**member, **never, "after": ["db", "web"]},
+    }
+    async with AsyncClient(f"unix://{cluster.socket(APIS[1])}") as other:
+
+        async def start() -> None:
+            with contextlib.suppress(Exception):  # its replica is killed
+                async with AsyncClient(f"unix://{cluster.socket(APIS[0])}") as client:
+                    await client.groups.create(members, name="wide", links=["db:7"], timeout_s=600)
+
+        starting = asyncio.create_task(start())
+        async with asyncio.timeout(120):
+            while len({one.info.node for one in await other.list(job="wide")}) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        cluster.kill(APIS[0])
+        cluster.start_api(APIS[0])
+        async with asyncio.timeout(300):
+            while await other.list(job="wide"):  # noqa: ASYNC110
+                await asyncio.sleep(0.5)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        wait_for_nodes(cluster, APIS[0])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Starts a group: all its members on one node, in order, or none of them.
+"""Starts a group: all its members, on one node where they fit there, in order, or none of them.
 
 While it starts, its job has a lease that this replica renews: should the replica end, whoever watches leases stops what
 there is by then.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from collections.abc import Mapping
 from typing import Final
 
 from dsec.api.request import Request
@@ -24,10 +25,9 @@ from dsec.core.errors import (
     UnsupportedError,
 )
 from dsec.core.ids import NodeId, SandboxId, node_of
-from dsec.core.spec import NetworkMode, Place, SandboxSpec
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack
-from dsec.wire.groups import GroupNote, GroupRequest, create_request, levels
+from dsec.wire.groups import GroupNote, GroupRequest, create_request, levels, links_across
 from dsec.wire.jobs import JobOrderKind, JobRequest, JobRow, JobState, OnMissed
 from dsec.wire.records import CreateRequest, Sandbox
 
@@ -35,7 +35,7 @@ log = get_logger(__name__)
 
 _LEASE_S: Final = 60.0
 _BEAT_S: Final = 15.0
-_NODES_TRIED_MAX: Final = 3
+_TRIES: Final = 3  # each after a node has refused one of them, and all that was made is gone
 _ELSEWHERE: Final = (CapacityError, NotFoundError, UnsupportedError)
 
 
@@ -92,24 +92,44 @@ async def stop_group(request: Request, row: JobRow) -> dict[str, str]:
 
 
 async def _members(request: Request, asked: GroupRequest, row: JobRow) -> dict[str, str]:
-    """On another node when one lacks something."""
-    whole, tried = _sum_of(asked), set[NodeId]()
-    while True:
-        node = request.services.fleet.choose(whole, tried, counts=False)
+    """On other nodes when one lacks something."""
+    wanted = {name: create_request(asked, name) for name in asked.members}
+    refused: dict[str, set[NodeId]] = {}
+
+    def places() -> dict[str, NodeId]:
+        return request.services.fleet.places(wanted, refused, request.caller.project, linked=bool(asked.links))
+
+    found = places()
+    for left in reversed(range(_TRIES)):
+        # Nodes look up there who may reach what, from the first member on.
+        row = await _write_down(request, asked, row, found)
         try:
-            return await _at(request, asked, node)
+            return await _at(request, wanted, asked, found)
         except _ELSEWHERE as error:
-            tried.add(node)
-            if len(tried) >= _NODES_TRIED_MAX:
+            member = error.detail["member"]
+            refused.setdefault(member, set()).add(found[member])
+            if not left:
                 raise
             try:
-                request.services.fleet.choose(whole, tried, counts=False)
+                found = places()
             except DsecError:
                 raise error from None
             await _clear(request, row)
+    raise AssertionError("the last try raises")
 
 
-async def _at(request: Request, asked: GroupRequest, node: NodeId) -> dict[str, str]:
+async def _write_down(request: Request, asked: GroupRequest, row: JobRow, places: Mapping[str, NodeId]) -> JobRow:
+    several = len(set(places.values())) > 1
+    nodes: dict[str, str] = {name: str(node) for name, node in places.items()} if several else {}
+    across = links_across(asked, nodes) if several else {}
+    if row.group is not None and (row.group.nodes, row.group.across) == (nodes, across):
+        return row
+    return await request.services.jobs.placed(row, nodes, across)
+
+
+async def _at(
+    request: Request, wanted: Mapping[str, CreateRequest], asked: GroupRequest, places: Mapping[str, NodeId]
+) -> dict[str, str]:
     made: dict[str, str] = {}
     turn = asyncio.Semaphore(limits.GROUPS_AT_ONCE_MAX)
 
@@ -117,7 +137,7 @@ async def _at(request: Request, asked: GroupRequest, node: NodeId) -> dict[str, 
         async with turn:
             try:
                 # Without a key, so that a create is given up with the group, and does not go on by itself.
-                return await create(request, create_request(asked, name), key=None, at=node)
+                return await create(request, wanted[name], key=None, at=places[name])
             except DsecError as error:
                 error.message = f"member {name} of group {asked.name} could not be started: {error.message}"
                 error.detail = {**error.detail, "member": name}
@@ -149,30 +169,6 @@ async def _beat(request: Request, row: JobRow) -> None:
         await asyncio.sleep(_BEAT_S)
         with contextlib.suppress(DsecError):
             await request.services.jobs.beat(row.project, row.name)
-
-
-def _sum_of(asked: GroupRequest) -> CreateRequest:
-    """What a node must have room for, and be able to."""
-    specs = [member.spec for member in asked.members.values()]
-    places = [spec.place for spec in specs if spec.place is not None]
-    labels: dict[str, str] = {}
-    for place in places:
-        labels |= place.labels
-    features = tuple(sorted({feature for place in places for feature in place.features}))
-    whole = SandboxSpec(
-        environment=specs[0].environment,
-        substrate=specs[0].substrate,
-        network=_widest(specs),
-        cpu=min(sum(spec.cpu for spec in specs), limits.CPU_MAX),
-        memory_bytes=min(sum(spec.memory_bytes for spec in specs), limits.MEMORY_BYTES_MAX),
-        place=Place(labels=labels, features=features) if places else None,
-    )
-    return CreateRequest(spec=whole)
-
-
-def _widest(specs: list[SandboxSpec]) -> NetworkMode:
-    """A node that has the one of some has `none`, too."""
-    return next((spec.network for spec in specs if spec.network is not NetworkMode.NONE), NetworkMode.NONE)
 
 
 def group_row(row: JobRow) -> JobRow:

@@ -22,12 +22,13 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from dsec.core.errors import HostError, InvalidArgumentError
-from dsec.core.ids import NodeId
+from dsec.core.ids import NodeId, parse_node_id
 
 API_NAME: Final = "api.dsec.internal"
 AUTHORITY_DAYS: Final = 3_650
 ISSUED_DAYS: Final = 365
 
+_NODES: Final = ".node.dsec.internal"
 _SKEW: Final = datetime.timedelta(minutes=10)  # clocks of other machines
 _SERVER: Final = ExtendedKeyUsageOID.SERVER_AUTH
 _CLIENT: Final = ExtendedKeyUsageOID.CLIENT_AUTH
@@ -35,7 +36,16 @@ _CLIENT: Final = ExtendedKeyUsageOID.CLIENT_AUTH
 
 def node_name(node: NodeId) -> str:
     """By which a node is known to whoever connects to it, wherever it is."""
-    return f"{node}.node.dsec.internal"
+    return node + _NODES
+
+
+def node_named(name: str) -> NodeId | None:
+    """The other way round; None: it is no node's name."""
+    try:
+        node = parse_node_id(name.removesuffix(_NODES))
+    except InvalidArgumentError:
+        return None
+    return node if name == node_name(node) else None
 
 
 @dataclass(frozen=True, slots=True)

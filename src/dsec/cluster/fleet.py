@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -86,9 +86,16 @@ class Fleet(Protocol):
         """Those that cannot be asked now, and may come back with what is on their disks."""
         ...
 
-    def choose(self, request: CreateRequest, tried: set[NodeId], *, counts: bool = True) -> NodeId:
-        """A node that would take it now, but for those that were tried. Raises CapacityError, UnsupportedError.
-        `counts`: it goes there, and later choices are to know."""
+    def places(
+        self,
+        members: Mapping[str, CreateRequest],
+        refused: Mapping[str, Collection[NodeId]],
+        project: str,
+        *,
+        linked: bool,
+    ) -> dict[str, NodeId]:
+        """Where the members of a group would go now: to one node, else to several. `refused`: by which nodes each was.
+        `linked`: some reach others. Raises CapacityError, UnsupportedError with `member` in its detail."""
         ...
 
     async def create(
@@ -146,10 +153,17 @@ class OneNode:
     async def node_of_key(self, project: str, key: str) -> NodeId | None:
         return self._node
 
-    def choose(self, request: CreateRequest, tried: set[NodeId], *, counts: bool = True) -> NodeId:
-        if self._node in tried:
+    def places(
+        self,
+        members: Mapping[str, CreateRequest],
+        refused: Mapping[str, Collection[NodeId]],
+        project: str,
+        *,
+        linked: bool,
+    ) -> dict[str, NodeId]:
+        if refused:
             raise CapacityError("there is no other node")
-        return self._node
+        return dict.fromkeys(members, self._node)
 
     @property
     def bursts(self) -> Sequence[Burst]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -30,6 +30,7 @@ from dsec.cluster.placement import (
 from dsec.cluster.queue import CreateQueue, Patience, Vetoes
 from dsec.cluster.registry import Registry
 from dsec.cluster.rpc import Rpc
+from dsec.cluster.spreading import Spread
 from dsec.cluster.together import Together
 from dsec.cluster.tombstones import cause_of
 from dsec.core.clock import Clock
@@ -209,6 +210,38 @@ class ManyNodes:
         ask = ask_of(request.spec, project)
         candidates = Candidates(self._nodes.shown, ask, self._overlay, now, self.bursts)
         return choose_all(candidates, ask, count, overlay=self._overlay, now=now, rng=self._rng, bursts=self.bursts)
+
+    def places(
+        self,
+        members: Mapping[str, CreateRequest],
+        refused: Mapping[str, Collection[NodeId]],
+        project: str,
+        *,
+        linked: bool,
+    ) -> dict[str, NodeId]:
+        now = self._clock.monotonic_s()
+        known: dict[str, Candidates] = {}
+
+        def nodes_for(ask: Ask) -> Candidates:
+            if ask.substrate not in known:
+                known[ask.substrate] = Candidates(self._nodes.shown, ask, self._overlay, now, self.bursts)
+            return known[ask.substrate]
+
+        asks = {name: ask_of(one.spec, project) for name, one in members.items()}
+        spread = Spread(asks, nodes_for, self._overlay, self._rng, refused, self.bursts, linked)
+        node = spread.whole()
+        if node is not None:
+            return dict.fromkeys(members, node)
+        found = spread.several()
+        if isinstance(found, dict):
+            return found
+        self._check_named(asks[found].node, now)
+        nodes, ask = spread.why_not(found)
+        there = spilling(nodes, ask, self._overlay, self.bursts) if self.bursts else {}
+        error = _no_node(there | refusals(nodes, ask, self._overlay), ask, set(refused.get(found, ())))
+        error.message = f"the group fits on no node, and over several there is none for {found}: {error.message}"
+        error.detail = {**error.detail, "member": found}
+        raise error
 
     async def ask(
         self, node: NodeId, request: CreateRequest, caller: Caller, key: str | None, timeout_s: float

@@ -158,7 +158,7 @@ class _CallerEnd:
                     await asyncio.wait({self._task}, timeout=STREAM_LINGER_S)
 
 
-def told(error: Exception, method: Method) -> DsecError:
+def told(error: Exception, method: str) -> DsecError:
     """What a caller is told of a failure that is not in the error tree: as over a wire, its text stays here."""
     log.error("a node method failed", method=str(method), exc_info=error)
     body = body_of(error)

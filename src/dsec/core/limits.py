@@ -293,7 +293,8 @@ JOB_SLICE_S: Final = 20.0  # after so long a node begins with no further one for
 JOB_ITEM_S: Final = 60.0  # for one sandbox; one that takes longer is told as such, and looked at again
 JOB_ITEMS_AT_ONCE_MAX: Final = 16  # of one order on one node; pausing and removing take its processors and its disk
 JOB_NODES_AT_ONCE_MAX: Final = 64  # that one order is under way at
-GROUP_MEMBERS_MAX: Final = 64  # on one node, and in one request
+GROUP_MEMBERS_MAX: Final = 64  # in one request
+GROUP_LINKS_ACROSS_MAX: Final = 512  # from node to node: with 64 members, a row of the longest names has 60 KiB
 GROUPS_AT_ONCE_MAX: Final = 8  # members of one group that are being created; further ones wait
 SANDBOX_LINKS_MAX: Final = 64  # each is a listening socket of the node
 LINK_CONNECTIONS_MAX: Final = 256  # of one sandbox, over all its links: two sockets' buffers and a stream each
@@ -328,6 +329,18 @@ LINK_SILENCE_S: Final = 15.0  # without one: the connection is dead, whatever TC
 LINK_CONNECT_S: Final = 5.0  # for a connection and its first exchange; a node on the same network answers in one
 LINK_WRITE_BYTES_HIGH: Final = 1 * MIB  # not sent yet on one connection; then writers wait
 LINKS_MAX: Final = 256  # connections to one node: every API replica has one
+
+# Links between sandboxes of two nodes
+PEERS_MAX: Final = 512  # connections of other nodes to one: each has one, and three times as many nodes as are planned
+PEER_CONNECTIONS_MAX: Final = 2  # of one other node: its last one may hang yet when it comes again
+PEER_STREAMS_MAX: Final = 512  # between two nodes, one way: two sandboxes with all their connections; some 0.2 MiB each
+PEERS_STREAMS_MAX: Final = 2_048  # into one node, of all others: 0.4 GiB when nobody inside reads
+PEER_DIAL_BYTES_MAX: Final = 4 * KIB  # of one ask: three names, a project and a port
+PEER_FRAME_BYTES_MAX: Final = LINK_CHUNK_BYTES + 64  # one piece with its head: two other nodes hold no more for us
+PEER_IDLE_S: Final = 60.0  # a connection to another node without a stream; the next one costs a handshake
+GROUPS_KNOWN_MAX: Final = 1_024  # of which a node remembers where their members are; a few KiB each
+GROUP_FRESH_S: Final = 10.0  # so long what was told of a group is good: a node that is lost is refused then
+GROUP_STALE_S: Final = 600.0  # so long while no replica answers: the engine may be away for minutes
 
 # Client
 DOWNLOAD_BYTES_DEFAULT: Final = 64 * GIB  # of one download, holes included: the sandbox decides how big its files are

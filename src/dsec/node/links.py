@@ -1,4 +1,5 @@
-"""Private names within a job: sockets on a sandbox's loopback, relayed to ports of the others over their agents.
+"""Private names within a job: sockets on a sandbox's loopback, relayed to ports of the others over their agents; those
+of a group on other nodes are reached through these.
 
 The sandbox has no other network. What comes out of either side is bytes for the other, and nothing else.
 """
@@ -8,25 +9,29 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dsec.core import limits
-from dsec.core.errors import DsecError, LaunchError
+from dsec.core.errors import DsecError, LaunchError, NotFoundError, UnavailableError
 from dsec.core.spec import Link, link_addresses
 from dsec.core.states import SandboxState
+from dsec.node.farlinks import FarConnection, InPieces
+from dsec.node.streams import relay
 from dsec.observe.logs import get_logger
 from dsec.wire import agent
+from dsec.wire.peers import LinkDial
 
 if TYPE_CHECKING:
-    from dsec.agent.transfers import Duplex
     from dsec.backends.base import Instance
+    from dsec.node.farlinks import Far
     from dsec.node.registry import Registry
     from dsec.node.services import Sleep
     from dsec.node.supervisor import Supervisor
     from dsec.node.tasks import Tasks
+    from dsec.wire.node import Stream
 
 log = get_logger(__name__)
 
@@ -44,6 +49,7 @@ class NodeLinks:
         self._tasks = tasks
         self._sleep = sleep
         self._open: dict[str, asyncio.Task[None]] = {}
+        self.far: Far | None = None  # other nodes, where there are some
 
     async def open(self, sandbox: Supervisor) -> None:
         """All its links listen when this returns; those of an instance before are closed.
@@ -85,13 +91,36 @@ class NodeLinks:
     def target(self, source: Supervisor, name: str) -> Supervisor | None:
         """The sandbox of its project and job that is called so; None: there is none on this node now."""
         row = source.row
-        if row.spec.job is None:
-            return None
-        wanted = (name, row.spec.job_id)
-        for one in self._registry.of_job(row.project, row.spec.job):
-            if (one.row.spec.member, one.row.spec.job_id) == wanted and not one.ended:
+        return None if row.spec.job is None else self._find(row.project, row.spec.job, row.spec.job_id, name)
+
+    def _find(self, project: str, job: str, job_id: str | None, name: str) -> Supervisor | None:
+        for one in self._registry.of_job(project, job):
+            if (one.row.spec.member, one.row.spec.job_id) == (name, job_id) and not one.ended:
                 return one
         return None
+
+    # -- for other nodes ---------------------------------------------------------------------------
+
+    def has(self, dial: LinkDial) -> bool:
+        """See `cluster.peers.Here`."""
+        return self._find(dial.project, dial.job, dial.id, dial.target) is not None
+
+    async def answer(self, dial: LinkDial, stream: Stream) -> None:
+        target = self._find(dial.project, dial.job, dial.id, dial.target)
+        if target is None or not self.is_there(target):
+            raise UnavailableError(f"{dial.target} does not run now")
+        async with target.operating(short=False) as client:
+            try:
+                async with asyncio.timeout(_CONNECT_S):
+                    inside = await client.open_connection(agent.ConnectArgs(port=dial.port))
+            except TimeoutError:
+                raise UnavailableError(f"{dial.target} does not take the connection") from None
+            await relay(InPieces(inside), stream)
+
+    # -- the sandboxes -----------------------------------------------------------------------------
+
+    def is_there(self, target: Supervisor) -> bool:
+        return target.state is not SandboxState.CREATING and self.may_wake(target)
 
     def may_wake(self, target: Supervisor) -> bool:
         """What of a job still runs while it is being paused must not let the rest of it go on."""
@@ -111,6 +140,12 @@ class NodeLinks:
         # Closed whether it has begun to run or was cancelled before.
         task.add_done_callback(lambda _: work.close())
         self._open[id] = task
+
+
+class _Bytes(Protocol):
+    async def receive(self) -> bytes | None: ...
+
+    async def send(self, data: bytes) -> None: ...
 
 
 class _Listening:
@@ -175,30 +210,60 @@ class _Listening:
                 )  # until it is known that all was sent
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 target = self._links.target(self._sandbox, link.name)
-                if target is None or target.state is SandboxState.CREATING or not self._links.may_wake(target):
+                if target is None:
+                    await self._relay_far(link, connection)
+                elif self._links.is_there(target):
+                    await self._relay_here(target, link, connection)
+                else:
                     return
-                async with target.operating(short=False) as client:
-                    async with asyncio.timeout(_CONNECT_S):
-                        inside = await client.open_connection(agent.ConnectArgs(port=link.port))
-                    async with inside:
-                        await _pump(connection, inside)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
         finally:
             self._room.release()
+
+    async def _relay_here(self, target: Supervisor, link: Link, connection: socket.socket) -> None:
+        async with target.operating(short=False) as client:
+            async with asyncio.timeout(_CONNECT_S):
+                inside = await client.open_connection(agent.ConnectArgs(port=link.port))
+            async with inside:
+
+                async def end() -> None:
+                    inside.send_end()
+
+                await _pump(connection, inside, end)
+
+    async def _relay_far(self, link: Link, connection: socket.socket) -> None:
+        """Raises DsecError."""
+        row, far = self._sandbox.row, self._links.far
+        if far is None or row.spec.job is None or row.spec.job_id is None or row.spec.member is None:
+            raise NotFoundError(f"there is no {link.name} on this node")
+        dial = LinkDial(
+            project=row.project,
+            job=row.spec.job,
+            id=row.spec.job_id,
+            source=row.spec.member,
+            target=link.name,
+            port=link.port,
+        )
+        async with asyncio.timeout(_CONNECT_S):
+            there = FarConnection(await far.dial(dial))
+        async with there:
+            async with asyncio.timeout(_CONNECT_S):
+                await there.begun()
+            await _pump(connection, there, there.end)
 
 
 def _closed(connection: socket.socket, _: asyncio.Task[None]) -> None:
     connection.close()
 
 
-async def _pump(connection: socket.socket, inside: Duplex) -> None:
+async def _pump(connection: socket.socket, inside: _Bytes, end: Callable[[], Awaitable[None]]) -> None:
     """Until both sides have ended. Raises what ends one of them before; the other is cut then."""
     loop = asyncio.get_running_loop()
 
     async def up() -> None:
         while data := await loop.sock_recv(connection, limits.LINK_CHUNK_BYTES):
             await inside.send(data)
-        inside.send_end()
+        await end()
 
     async def down() -> None:
         while (piece := await inside.receive()) is not None:

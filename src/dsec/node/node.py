@@ -125,6 +125,7 @@ class Node:
         self.rollbacks: Rollbacks
         self.jobs: NodeJobs
         self.memory: MemoryQueue
+        self.links: NodeLinks
         self.warm: WarmPool
         self.volumes: Volumes
         self.ended: EndedRecords
@@ -178,6 +179,7 @@ class Node:
         self.memory = MemoryQueue(
             self.clock, self._sleep, self._tasks, lambda: self._services.config.memory_available_bytes_min
         )
+        self.links = NodeLinks(self.registry, self._tasks, self._sleep, is_paused=self.jobs.is_paused)
         self._services = Services(
             config=self.config,
             journal=self.journal,
@@ -191,7 +193,7 @@ class Node:
             read_failure=self.environments.read_failure,
             layers=self.environments.layers,
             volumes=self.volumes,
-            links=NodeLinks(self.registry, self._tasks, self._sleep, is_paused=self.jobs.is_paused),
+            links=self.links,
             egress=NodeEgress(self.registry, self.journal, self.clock, self._tasks, self._sleep, self._make_forwarder),
             jobs=self.jobs,
             memory=self.memory,
@@ -470,7 +472,7 @@ class Node:
 
     def _forget(self, id: str) -> None:
         self._reaper.cancel(id)
-        self._services.links.drop(id)
+        self.links.drop(id)
         self.memory.drop(id)
         found = self.registry.find(id)
         if found is not None:

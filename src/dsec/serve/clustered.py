@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from dsec.cluster.engine.desk import NodeDesk
 from dsec.cluster.engine.intake import Intake
 from dsec.cluster.engine.layout import Layout
 from dsec.cluster.engine.log import EngineLog
-from dsec.cluster.engine.own import OwnKeys, OwnLog
+from dsec.cluster.engine.own import OwnKeys, OwnLog, places_of
 from dsec.cluster.engine.setup import prepare
 from dsec.cluster.events import EventTail
 from dsec.cluster.jobs.keeper import JobKeeper
@@ -32,10 +33,14 @@ from dsec.cluster.members.fence import FencedService
 from dsec.cluster.members.membership import Membership
 from dsec.cluster.members.nodes import Nodes
 from dsec.cluster.members.watcher import Watcher
+from dsec.cluster.peers import PeerLinks
 from dsec.cluster.publishing import EventPublisher
+from dsec.cluster.rosters import Rosters
+from dsec.cluster.spreading import RELAYS
 from dsec.cluster.tombstones import TombstoneRpc
 from dsec.core.clock import SystemClock
 from dsec.core.errors import DsecError, NodeRetiredError, PlatformError, UnavailableError
+from dsec.core.ids import NodeId
 from dsec.core.limits import (
     CARD_IMAGES_BYTES_MAX,
     DEVICE_KINDS_MAX,
@@ -43,6 +48,8 @@ from dsec.core.limits import (
     HEARTBEATS_BURST,
     HEARTBEATS_S,
     HEARTBEATS_WAITING_MAX,
+    PEER_FRAME_BYTES_MAX,
+    PEER_STREAMS_MAX,
 )
 from dsec.node.devices import Devices
 from dsec.node.events import event_of
@@ -155,7 +162,13 @@ class _Clustered:
         )
         self.stack.push_async_callback(beats.close)
         await beats.open()
-        desk = NodeDesk(self.engine, retired=nodes.retired, members=nodes.members, flooded=nodes.flooded)
+        desk = NodeDesk(
+            self.engine,
+            retired=nodes.retired,
+            members=nodes.members,
+            flooded=nodes.flooded,
+            address=nodes.address,
+        )
         self.stack.push_async_callback(desk.close)
         await desk.open()
         return nodes
@@ -257,13 +270,27 @@ class NodeProcess(_Clustered):
         host, port = host_port(config.cluster.listen)
         self.membership = self._membership(installation)
         service = FencedService(NodeService(self.node), self.membership, knows=self.node.creation.knows)
-        listener = NodeListener(service, node_id, tls=self.live.of_node(), term=lambda: self.membership.term)
+        listener = NodeListener(
+            service, node_id, tls=self.live.of_node(), term=lambda: self.membership.term, peers=self._peers(node_id)
+        )
         self.address = await listener.listen(host, port)
         self.stack.push_async_callback(listener.close, grace_s=config.api.grace_s)
         self.membership.reached_at(*self._advertised())
         await self._join()
         self.stack.push_async_callback(self.membership.leave)
         self._publish()
+
+    def _peers(self, node: NodeId) -> PeerLinks:
+        rosters = Rosters(partial(places_of, self.engine, node), self.clock)
+        self.stack.push_async_callback(rosters.close)
+        rpc = RemoteRpc(
+            rosters, self.live.to_nodes(), streams_max=PEER_STREAMS_MAX, frame_bytes_max=PEER_FRAME_BYTES_MAX
+        )
+        self.stack.push_async_callback(rpc.close)
+        peers = PeerLinks(node, rosters, rpc, self.node.links)
+        self.stack.callback(peers.close)
+        self.node.links.far = peers
+        return peers
 
     def _publish(self) -> None:
         journal = self.node.journal
@@ -283,7 +310,9 @@ class NodeProcess(_Clustered):
             version=__version__,
             substrates=tuple(sorted(map(str, able))),
             networks={str(name): tuple(sorted(map(str, one.networks))) for name, one in able.items()},
-            features={str(name): tuple(sorted(features_of(one))) for name, one in able.items()},
+            features={
+                str(name): tuple(sorted({*features_of(one), *(RELAYS,) * one.links})) for name, one in able.items()
+            },
             labels=config.cluster.labels,
             started_at=self.node.started_at,
         )

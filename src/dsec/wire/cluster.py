@@ -88,6 +88,22 @@ class OwnEvents(msgspec.Struct, frozen=True, kw_only=True, tag="events", forbid_
     id: str
 
 
+class OwnGroup(msgspec.Struct, frozen=True, kw_only=True, tag="group", forbid_unknown_fields=True):
+    """Asked by a node: what links need of a group that has members on it, and on other nodes."""
+
+    project: str
+    name: str
+    id: str  # of its job: no later group of the name
+
+
+class GroupPlaces(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer: of links with an end on the node that asks, and of nodes that are in the cluster, nothing else."""
+
+    nodes: dict[str, str]  # member → node
+    links: dict[str, list[tuple[str, int]]]  # member → those of other nodes that it reaches: member, port
+    addresses: dict[str, tuple[str, int, int]]  # node → host, port, term
+
+
 class Told(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a node is answered: `revision` of what is there or was written, 0 for nothing; or an error."""
 

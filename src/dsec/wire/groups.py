@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +16,9 @@ from dsec.wire.records import CreateRequest, Sandbox
 
 # Such as programs look up: no dots, and never in doubt about upper and lower case.
 _MEMBER: Final = re.compile(r"[a-z0-9](?:[a-z0-9_-]{0,61}[a-z0-9])?\Z")
+
+Across = dict[str, list[tuple[str, int]]]
+"""Member → those on other nodes that it reaches: member and port."""
 
 
 class GroupLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -88,6 +91,8 @@ class GroupNote(msgspec.Struct, frozen=True, kw_only=True):
     """What the row of a job has of its group."""
 
     digest: bytes  # of the request
+    nodes: dict[str, str] = {}  # member → node, of one that is on several, before its members are made
+    across: Across = {}  # its links from node to node
     members: dict[str, str] = {}  # name → sandbox, once all have been started
 
 
@@ -145,6 +150,23 @@ def create_request(request: GroupRequest, member: str) -> CreateRequest:
         "name": spec.name if spec.name is not None else f"{request.name}-{member}"[:63].rstrip("-_."),
     }
     return CreateRequest(spec=SandboxSpec(**full), timeout_s=request.timeout_s)
+
+
+def links_across(request: GroupRequest, nodes: Mapping[str, str]) -> Across:
+    """Those whose ends are on two nodes. Raises LimitError."""
+    found = {}
+    for member in request.members:
+        links = [(one.name, one.port) for one in links_of(request, member) if nodes[one.name] != nodes[member]]
+        if links:
+            found[member] = links
+    count = sum(map(len, found.values()))
+    if count > limits.GROUP_LINKS_ACROSS_MAX:
+        raise LimitError(
+            f"{count} links of group {request.name} would lead from node to node, and "
+            f"{limits.GROUP_LINKS_ACROSS_MAX} are the most",
+            hint="say which members reach which (`by`)",
+        )
+    return found
 
 
 def levels(request: GroupRequest) -> list[list[str]]:

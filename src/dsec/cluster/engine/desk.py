@@ -7,6 +7,7 @@ write anywhere. Here an answer goes to the asker's own inbox or nowhere, and wha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -14,12 +15,13 @@ from typing import Final
 
 from nats.aio.msg import Msg
 
+from dsec.cluster.directory import Address
 from dsec.cluster.engine.buckets import EngineRegistry
 from dsec.cluster.engine.connection import Engine
 from dsec.cluster.engine.intake import Intake
 from dsec.cluster.engine.log import EngineLog
 from dsec.cluster.log import LogStream, node_subject
-from dsec.cluster.registry import Bucket
+from dsec.cluster.registry import Bucket, key_of
 from dsec.core.errors import (
     DsecError,
     ForbiddenError,
@@ -39,9 +41,21 @@ from dsec.core.limits import (
     NODE_MESSAGE_BYTES_MAX,
 )
 from dsec.observe.logs import get_logger
-from dsec.wire.cluster import Card, Member, OwnEvents, OwnKey, OwnWrite, Told, ruling_key
+from dsec.wire.cluster import (
+    Card,
+    GroupPlaces,
+    Member,
+    OwnEvents,
+    OwnGroup,
+    OwnKey,
+    OwnWrite,
+    Told,
+    ruling_key,
+)
 from dsec.wire.codec import pack, unpack
 from dsec.wire.errors import body_of
+from dsec.wire.groups import Across, GroupNote
+from dsec.wire.jobs import JobRow, JobState
 
 log = get_logger(__name__)
 
@@ -53,6 +67,10 @@ _ID: Final = re.compile(r"[A-Za-z0-9_-]{1,128}\Z")  # it goes into a header
 _KINDS: Final[dict[Bucket, type[Card] | type[Member]]] = {Bucket.NODES: Card, Bucket.MEMBERS: Member}
 
 
+def _nowhere(node: NodeId) -> Address:
+    raise UnavailableError(f"nobody says where node {node} is")
+
+
 class NodeDesk:
     def __init__(
         self,
@@ -61,12 +79,14 @@ class NodeDesk:
         retired: Callable[[NodeId], bool],
         members: Callable[[], Iterable[NodeId]] = tuple,
         flooded: Callable[[NodeId], None] = lambda _: None,
+        address: Callable[[NodeId], Address] = _nowhere,
     ) -> None:
-        """`members` and `flooded`: see `Intake`."""
+        """`members` and `flooded`: see `Intake`; `address`: as of a `Directory`."""
         self._engine = engine
         self._registry = EngineRegistry(engine)
         self._log = EngineLog(engine)
         self._retired = retired
+        self._address = address
         layout = engine.layout
         self._intakes = [
             Intake(
@@ -128,7 +148,7 @@ class NodeDesk:
     async def _told(self, node: str, body: bytes) -> Told:
         try:
             async with asyncio.timeout(_SERVE_S):
-                return await self._do(parse_node_id(node), unpack(body, OwnKey | OwnWrite | OwnEvents))  # type: ignore[arg-type]
+                return await self._do(parse_node_id(node), unpack(body, OwnKey | OwnWrite | OwnEvents | OwnGroup))  # type: ignore[arg-type]
         except TimeoutError:
             return Told(error=body_of(UnavailableError("the engine does not answer now", outcome=Outcome.UNKNOWN)))
         except DsecError as error:
@@ -137,11 +157,13 @@ class NodeDesk:
             log.error("what a node asked for failed", node=node, exc_info=True)
             return Told(error=body_of(error))
 
-    async def _do(self, node: NodeId, ask: OwnKey | OwnWrite | OwnEvents) -> Told:
+    async def _do(self, node: NodeId, ask: OwnKey | OwnWrite | OwnEvents | OwnGroup) -> Told:
         if isinstance(ask, OwnKey):
             return await self._read(node, ask)
         if self._retired(node):
             raise NodeRetiredError(f"node {node} has been retired")
+        if isinstance(ask, OwnGroup):
+            return Told(value=pack(await self._places(node, ask)), revision=1)
         if not _ID.match(ask.id):
             raise InvalidArgumentError(f"{ask.id[:80]!r} is not an id of a write")
         # The engine takes each id once, whoever writes it: by this a node's are its own.
@@ -168,6 +190,16 @@ class NodeDesk:
         entry = await self._registry.get(bucket, ask.key)
         return Told() if entry is None else Told(value=entry.value, revision=entry.revision)
 
+    async def _places(self, node: NodeId, ask: OwnGroup) -> GroupPlaces:
+        """Of links with an end on `node`. Of nodes that are lost or have left nothing is told, and to them neither."""
+        entry = await self._registry.get(Bucket.JOBS, key_of(ask.project, ask.name))
+        row = None if entry is None else unpack(entry.value, JobRow)
+        note = None if row is None or row.id != ask.id or row.state is JobState.STOPPED else row.group
+        found = None if note is None else places_for(node, note, self._address)
+        if found is None:
+            raise ForbiddenError(f"node {node} has nothing of such a group")
+        return found
+
     async def _write(self, node: NodeId, ask: OwnWrite, id: str) -> int:
         bucket = _bucket(ask.bucket)
         if unpack(ask.value, _KINDS[bucket]).node != node:
@@ -177,6 +209,25 @@ class NodeDesk:
         if ask.revision < 1:
             raise InvalidArgumentError("a revision is above 0")
         return await self._registry.update(bucket, node, ask.value, revision=ask.revision, ttl_s=ask.ttl_s, id=id)
+
+
+def places_for(node: NodeId, note: GroupNote, address: Callable[[NodeId], Address]) -> GroupPlaces | None:
+    """None: it has nothing of the group, or is none of the cluster now."""
+    own = {member for member, place in note.nodes.items() if place == node}
+    links: Across = {}
+    for source, targets in note.across.items():
+        if kept := targets if source in own else [link for link in targets if link[0] in own]:
+            links[source] = kept
+    members = own | {name for source, targets in links.items() for name in (source, *(link[0] for link in targets))}
+    addresses: dict[str, tuple[str, int, int]] = {}
+    for place in {note.nodes[member] for member in members}:
+        with contextlib.suppress(DsecError):
+            host, port, term = address(NodeId(place))
+            addresses[place] = (host, port, term)
+    if node not in addresses:
+        return None
+    nodes = {member: note.nodes[member] for member in members if note.nodes[member] in addresses}
+    return GroupPlaces(nodes=nodes, links=links, addresses=addresses)
 
 
 def _bucket(name: str) -> Bucket:

@@ -10,7 +10,7 @@ from dsec.cluster.log import LogStream, check_record, node_subject
 from dsec.cluster.registry import Bucket, Entry, check_value
 from dsec.core.errors import ForbiddenError, ProtocolError, UnavailableError
 from dsec.core.ids import NodeId
-from dsec.wire.cluster import OwnEvents, OwnKey, OwnWrite, Told
+from dsec.wire.cluster import GroupPlaces, OwnEvents, OwnGroup, OwnKey, OwnWrite, Told
 from dsec.wire.codec import pack, unpack
 from dsec.wire.errors import error_of
 
@@ -57,7 +57,12 @@ class OwnLog:
         return (await ask(self._engine, self._node, OwnEvents(body=body, id=id))).revision
 
 
-async def ask(engine: Engine, node: NodeId, what: OwnKey | OwnWrite | OwnEvents) -> Told:
+async def places_of(engine: Engine, node: NodeId, group: OwnGroup) -> GroupPlaces:
+    """What links need of a group that has members on `node`, and on others. Raises ForbiddenError, UnavailableError."""
+    return unpack((await ask(engine, node, group)).value, GroupPlaces)
+
+
+async def ask(engine: Engine, node: NodeId, what: OwnKey | OwnWrite | OwnEvents | OwnGroup) -> Told:
     """Raises what the desk does, and UnavailableError."""
 
     def read(answer: bytes) -> Told:

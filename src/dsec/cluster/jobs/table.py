@@ -24,7 +24,7 @@ from dsec.core.errors import (
 from dsec.core.limits import JOB_KEPT_S, JOBS_MAX, JOBS_PER_PROJECT_MAX
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
-from dsec.wire.groups import GroupNote
+from dsec.wire.groups import Across, GroupNote
 from dsec.wire.jobs import Because, JobExtend, JobRequest, JobRow, JobState
 from dsec.wire.node import team_of
 
@@ -160,6 +160,16 @@ class Jobs:
             return msgspec.structs.replace(now, group=note, lease_s=None)
 
         return await self.change(row.project, row.name, whole)
+
+    async def placed(self, row: JobRow, nodes: dict[str, str], across: Across) -> JobRow:
+        """Where members of the group of `row` are going to be. Raises ConflictError when it was stopped."""
+
+        def there(now: JobRow) -> JobRow:
+            if now.id != row.id or now.group is None:
+                raise ConflictError(f"group {row.name} was made anew meanwhile")
+            return msgspec.structs.replace(now, group=msgspec.structs.replace(now.group, nodes=nodes, across=across))
+
+        return await self.change(row.project, row.name, there)
 
     async def move(self, project: str, name: str, state: JobState, *, id: str | None = None) -> JobRow:
         """`id`: of this job, and of no later one of the name. Raises ConflictError for a job that is stopped, unless it

@@ -15,7 +15,7 @@ from dsec.cluster.link.connection import Connection
 from dsec.cluster.link.stream import LinkStream
 from dsec.core.errors import CapacityError, DeadlineError, DsecError, Outcome, ProtocolError, UnavailableError
 from dsec.core.ids import NodeId
-from dsec.core.limits import LINK_BODIES_BYTES_MAX, LINK_CONNECT_S, NODE_STREAMS_MAX, STREAM_LINGER_S
+from dsec.core.limits import FRAME_BYTES_MAX, LINK_BODIES_BYTES_MAX, LINK_CONNECT_S, NODE_STREAMS_MAX, STREAM_LINGER_S
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
 from dsec.wire.errors import error_of
@@ -44,9 +44,18 @@ class RemoteRpc:
     """Connects when it is first needed, and again after a loss. `heard` gets the load that comes with replies."""
 
     def __init__(
-        self, directory: Directory, tls: ssl.SSLContext, *, heard: Callable[[NodeId, NodeLoad], None] | None = None
+        self,
+        directory: Directory,
+        tls: ssl.SSLContext,
+        *,
+        heard: Callable[[NodeId, NodeLoad], None] | None = None,
+        streams_max: int = NODE_STREAMS_MAX,
+        frame_bytes_max: int = FRAME_BYTES_MAX,
     ) -> None:
+        """Of one node at most `streams_max` at once, and frames of `frame_bytes_max`."""
         self._directory = directory
+        self._streams_max = streams_max
+        self._frame_bytes_max = frame_bytes_max
         self._tls = tls
         self._heard = heard
         self._links: dict[NodeId, _Link] = {}
@@ -75,11 +84,11 @@ class RemoteRpc:
         head = CallHead(method=method, caller=caller, size=len(body), timeout_s=timeout_s, key=key)
         return await link.call(head, body)
 
-    async def open(self, node: NodeId, method: Method, body: bytes, *, caller: Caller) -> Stream:
+    async def open(self, node: NodeId, method: str, body: bytes, *, caller: Caller) -> Stream:
         check_size(body)
         link = await self._link_within(node, method, LINK_CONNECT_S)
-        if len(link.streams) >= NODE_STREAMS_MAX:
-            raise CapacityError(f"the node has {NODE_STREAMS_MAX} streams open", retry_after_s=1.0)
+        if len(link.streams) >= self._streams_max:
+            raise CapacityError(f"the node has {self._streams_max} streams open", retry_after_s=1.0)
         return await link.open(CallHead(method=method, caller=caller, size=len(body), stream=True), body)
 
     async def close(self) -> None:
@@ -100,7 +109,7 @@ class RemoteRpc:
 
     # -- connections -------------------------------------------------------------------------------
 
-    async def _link_within(self, node: NodeId, method: Method, timeout_s: float) -> _Link:
+    async def _link_within(self, node: NodeId, method: str, timeout_s: float) -> _Link:
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._link(node)
@@ -151,7 +160,7 @@ class RemoteRpc:
 
     async def _connect(self, node: NodeId, address: Address) -> _Link:
         """Raises UnavailableError: nothing was sent."""
-        link = _Link(node, address, lambda load: self._note(node, load))
+        link = _Link(node, address, lambda load: self._note(node, load), self._frame_bytes_max)
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(LINK_CONNECT_S):
@@ -187,12 +196,13 @@ def _unreachable(node: NodeId, address: Address, why: str) -> UnavailableError:
 class _Link:
     """The connection to one node."""
 
-    def __init__(self, node: NodeId, address: Address, heard: Callable[[NodeLoad], None]) -> None:
+    def __init__(self, node: NodeId, address: Address, heard: Callable[[NodeLoad], None], frame_bytes_max: int) -> None:
         self.node = node
         self.address = address
         self.connection = Connection(self._received, self._lost)
         self.streams: dict[int, LinkStream] = {}
         self._heard = heard
+        self._frame_bytes_max = frame_bytes_max
         self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answers: dict[int, _Answer] = {}
         self._last_id = 0
@@ -239,7 +249,9 @@ class _Link:
 
     async def open(self, head: CallHead, body: bytes) -> Stream:
         id = self._new_id()
-        stream = self.streams[id] = LinkStream(self.connection, id, lambda: self._ended(id))
+        stream = self.streams[id] = LinkStream(
+            self.connection, id, lambda: self._ended(id), frame_bytes_max=self._frame_bytes_max
+        )
         try:
             await send_body(self.connection, Kind.CALL, id, pack(head), body)
         except BaseException:

@@ -58,6 +58,11 @@ class Connection(asyncio.Protocol):
             self._flushing = True
             self._loop.call_soon(self._flush)
 
+    @property
+    def behind(self) -> bool:
+        """The other side has not taken what was sent to it."""
+        return not self._writable.is_set()
+
     async def send_in_turn(self, kind: Kind, id: int, *parts: bytes | memoryview) -> None:
         """Waits while the other side is behind; those who wait get their turns in order."""
         if self._writable.is_set() and not self._turn.locked():

@@ -1,15 +1,15 @@
-"""The node's side: it listens, and serves who shows an API replica's certificate."""
+"""The node's side: it listens, and serves who shows an API replica's certificate; other nodes for links alone."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
 from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
-from dsec.cluster.certificates import API_NAME
+from dsec.cluster.certificates import API_NAME, node_named
 from dsec.cluster.link.bodies import Assembly, check_size, send_body
 from dsec.cluster.link.connection import Connection
 from dsec.cluster.link.stream import LinkStream
@@ -33,6 +33,12 @@ from dsec.core.limits import (
     LINK_CONNECT_S,
     LINKS_MAX,
     NODE_STREAMS_MAX,
+    PEER_CONNECTIONS_MAX,
+    PEER_DIAL_BYTES_MAX,
+    PEER_FRAME_BYTES_MAX,
+    PEER_STREAMS_MAX,
+    PEERS_MAX,
+    PEERS_STREAMS_MAX,
     STREAM_LINGER_S,
 )
 from dsec.observe.logs import get_logger
@@ -50,7 +56,8 @@ from dsec.wire.link import (
     Welcome,
     split_head,
 )
-from dsec.wire.node import Caller, Method, NodeService
+from dsec.wire.node import Caller, Method, NodeService, Stream
+from dsec.wire.peers import PEER_LINK
 
 log = get_logger(__name__)
 
@@ -58,16 +65,35 @@ _BACKLOG: Final = 256
 _METHODS: Final = {str(method): method for method in Method}
 
 
+class Peers(Protocol):
+    """Who serves other nodes."""
+
+    async def serve(self, peer: NodeId, body: bytes, stream: Stream) -> None:
+        """`peer` has shown the certificate of that node; all else is its word."""
+        ...
+
+
 class NodeListener:
     """Serves `service` on TCP, to any number of API replicas, until `close`."""
 
-    def __init__(self, service: NodeService, node: NodeId, *, tls: ssl.SSLContext, term: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        service: NodeService,
+        node: NodeId,
+        *,
+        tls: ssl.SSLContext,
+        term: Callable[[], int],
+        peers: Peers | None = None,
+    ) -> None:
+        """`peers`: for other nodes; None: they are refused."""
+        self.peers = peers
         self.service = service
         self.node = node
         self.term = term
         self.links: set[_Link] = set()
         self.incomplete_bytes = 0  # of bodies on their way in
         self._tls = tls
+        self._made = 0
         self._server: asyncio.Server | None = None
 
     @property
@@ -106,15 +132,22 @@ class NodeListener:
         for link in list(self.links):
             await link.end("the node is stopping")
 
+    def of_peers(self) -> list[_Link]:
+        """The oldest first."""
+        return sorted((link for link in self.links if link.peer is not None), key=lambda link: link.number)
+
     def _connection(self) -> Connection:
-        return _Link(self).connection
+        self._made += 1
+        return _Link(self, self._made).connection
 
 
 class _Link:
-    """One API replica's connection."""
+    """One API replica's connection, or one of another node: `peer`."""
 
-    def __init__(self, listener: NodeListener) -> None:
+    def __init__(self, listener: NodeListener, number: int) -> None:
         self._listener = listener
+        self.number = number
+        self.peer: NodeId | None = None
         self.connection = Connection(self._received, self._lost, self._made)
         self.streams: dict[int, LinkStream] = {}
         self.tasks: set[asyncio.Task[None]] = set()
@@ -164,9 +197,7 @@ class _Link:
         names = self.connection.peer_names()
         try:
             if API_NAME not in names:
-                raise ForbiddenError(
-                    f"only API replicas are served, and this is {', '.join(sorted(names)) or 'nobody'}"
-                )
+                self.peer = self._peer_of(names)
             if hello.node != listener.node:
                 raise NodeRetiredError(f"node {hello.node} is not here any more")
             generation = min(hello.high, GENERATION_MAX)
@@ -176,8 +207,7 @@ class _Link:
                     f"{GENERATION_MIN} to {GENERATION_MAX}",
                     hint="update the older one",
                 )
-            if len(listener.links) > LINKS_MAX:
-                raise CapacityError(f"the node has {LINKS_MAX} connections", retry_after_s=1.0)
+            self._check_room()
         except DsecError as error:
             log.warning("a connection was refused", peer=self.connection.peer(), error=error.message)
             self.connection.send(Kind.FAIL, 0, pack(Failed(body_of(error))))
@@ -187,9 +217,34 @@ class _Link:
         self._calm()
         self.connection.send(Kind.WELCOME, 0, pack(Welcome(generation, listener.node, listener.term())))
 
+    def _peer_of(self, names: frozenset[str]) -> NodeId:
+        """Another node's certificate has one name. Raises ForbiddenError."""
+        peer = node_named(next(iter(names))) if len(names) == 1 else None
+        if self._listener.peers is None or peer is None or peer == self._listener.node:
+            raise ForbiddenError(
+                f"only API replicas and nodes with links to this one are served, and this is "
+                f"{', '.join(sorted(names)) or 'nobody'}"
+            )
+        return peer
+
+    def _check_room(self) -> None:
+        """Nodes take no places of replicas. Raises CapacityError."""
+        links = self._listener.of_peers()
+        if self.peer is None:
+            if len(self._listener.links) - len(links) > LINKS_MAX:
+                raise CapacityError(f"the node has {LINKS_MAX} connections", retry_after_s=1.0)
+            return
+        own = [link for link in links if link.peer == self.peer and link is not self]
+        if len(own) >= PEER_CONNECTIONS_MAX:
+            own[0].connection.abort("its node has come again")
+        if len(links) > PEERS_MAX:
+            raise CapacityError(f"the node has {PEERS_MAX} connections to other nodes", retry_after_s=1.0)
+
     def _begin(self, id: int, body: bytes) -> None:
         packed, first = split_head(body)
         head = unpack(packed, CallHead)
+        if self.peer is not None and max(head.size, len(packed)) > PEER_DIAL_BYTES_MAX:
+            raise ProtocolError(f"a node asks with {head.size} bytes")
         if id in self._calls or id in self.streams or id in self._incoming:
             raise ProtocolError(f"id {id} is in use")
         assembly = Assembly(head.size)
@@ -219,6 +274,9 @@ class _Link:
     # -- work --------------------------------------------------------------------------------------
 
     def _start(self, id: int, head: CallHead, body: bytes) -> None:
+        if self.peer is not None:
+            self._start_of_peer(self.peer, id, head, body)
+            return
         method = _METHODS.get(head.method)
         if method is None:
             self._fail(id, UnsupportedError(f"this node does not know {head.method[:40]}", hint="update it"))
@@ -228,10 +286,30 @@ class _Link:
             self._fail(id, CapacityError(f"the node has {LINK_CALLS_MAX} calls under way", retry_after_s=1.0))
         elif head.stream:
             stream = self.streams[id] = LinkStream(self.connection, id, lambda: self._ended(id))
-            self._spawn(self._serve(method, head, body, stream), f"stream {method}")
+            service, caller = self._listener.service, _far(head.caller)
+            self._spawn(
+                self._serve(lambda: service.serve_stream(method, body, stream, caller=caller), method, stream),
+                f"stream {method}",
+            )
         else:
             self._calls[id] = self._spawn(self._call(id, method, head, body), f"call {method}")
             self._calls[id].add_done_callback(lambda _: self._calls.pop(id, None))
+
+    def _start_of_peer(self, peer: NodeId, id: int, head: CallHead, body: bytes) -> None:
+        """Whatever it asks for: links are all there is for it."""
+        if self.connection.behind:
+            raise ProtocolError("a node asks, and does not take what it is answered")
+        links = self._listener.of_peers()
+        own = sum(len(link.streams) for link in links if link.peer == peer)
+        if head.method != PEER_LINK or not head.stream or self._listener.peers is None:
+            self._fail(id, ForbiddenError("nodes are served links, and nothing else"))
+        elif own >= PEER_STREAMS_MAX or sum(len(link.streams) for link in links) >= PEERS_STREAMS_MAX:
+            self._fail(id, CapacityError("the node has too many links to other nodes open", retry_after_s=1.0))
+        else:
+            stream = LinkStream(self.connection, id, lambda: self._ended(id), frame_bytes_max=PEER_FRAME_BYTES_MAX)
+            self.streams[id] = stream
+            peers = self._listener.peers
+            self._spawn(self._serve(lambda: peers.serve(peer, body, stream), PEER_LINK, stream), "link")
 
     def _ended(self, id: int) -> None:
         self.streams.pop(id, None)
@@ -266,11 +344,11 @@ class _Link:
             packed = pack(AnswerHead(len(answer), service.load()))
             await send_body(self.connection, Kind.ANSWER, id, packed, answer)
 
-    async def _serve(self, method: Method, head: CallHead, body: bytes, stream: LinkStream) -> None:
+    async def _serve(self, work: Callable[[], Coroutine[Any, Any, None]], method: str, stream: LinkStream) -> None:
         lingering = asyncio.create_task(self._linger(stream, asyncio.current_task()), name="lingering")
         error: BaseException | None = None
         try:
-            await self._listener.service.serve_stream(method, body, stream, caller=_far(head.caller))
+            await work()
         except asyncio.CancelledError:
             error = UnavailableError("the node has ended the stream")
             raise
@@ -290,7 +368,8 @@ class _Link:
             work.cancel()
 
     def _fail(self, id: int, error: DsecError) -> None:
-        self.connection.send(Kind.FAIL, id, pack(Failed(body_of(error), self._listener.service.load())))
+        load = None if self.peer is not None else self._listener.service.load()
+        self.connection.send(Kind.FAIL, id, pack(Failed(body_of(error), load)))
 
     # -- the end -----------------------------------------------------------------------------------
 

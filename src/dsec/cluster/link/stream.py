@@ -22,10 +22,14 @@ _QUARTER: Final = _WINDOW // 4
 class LinkStream:
     """One end (`wire.node.Stream`). `ended` is called once both sides have closed."""
 
-    def __init__(self, connection: Connection, id: int, ended: Callable[[], None]) -> None:
+    def __init__(
+        self, connection: Connection, id: int, ended: Callable[[], None], *, frame_bytes_max: int = FRAME_BYTES_MAX
+    ) -> None:
+        """`frame_bytes_max`: of what comes in."""
         self._connection = connection
         self._id = id
         self._ended = ended
+        self._frame_bytes_max = frame_bytes_max
         self._in = Lane()
         self._held = 0  # came in and is not granted back, whether it was read or not
         self._owed = 0  # read, and not granted back yet
@@ -102,11 +106,11 @@ class LinkStream:
         await self._peer_closed.wait()
 
     def _take_frame(self, body: bytes) -> None:
-        if not body or len(body) > FRAME_BYTES_MAX + 1:
+        if not body or len(body) > self._frame_bytes_max + 1:
             raise ProtocolError(f"a frame of {len(body)} bytes")
         frame = Frame(body[0], 0, body[1:])
         self._held += _cost(frame)
-        if self._held > _WINDOW + FRAME_BYTES_MAX + LINK_FRAME_COST_BYTES:
+        if self._held > _WINDOW + self._frame_bytes_max + LINK_FRAME_COST_BYTES:
             raise ProtocolError("more was sent on a stream than was granted")
         if not self._closed and not self._peer_closed.is_set():
             self._in.push(frame)
