@@ -49,10 +49,10 @@ class RemoteRpc:
         tls: ssl.SSLContext,
         *,
         heard: Callable[[NodeId, NodeLoad], None] | None = None,
-        streams_max: int = NODE_STREAMS_MAX,
+        streams_max: int | None = None,
         frame_bytes_max: int = FRAME_BYTES_MAX,
     ) -> None:
-        """Of one node at most `streams_max` at once, and frames of `frame_bytes_max`."""
+        """Of one node at most `streams_max` at once (None: NODE_STREAMS_MAX), and frames of `frame_bytes_max`."""
         self._directory = directory
         self._streams_max = streams_max
         self._frame_bytes_max = frame_bytes_max
@@ -87,8 +87,9 @@ class RemoteRpc:
     async def open(self, node: NodeId, method: str, body: bytes, *, caller: Caller) -> Stream:
         check_size(body)
         link = await self._link_within(node, method, LINK_CONNECT_S)
-        if len(link.streams) >= self._streams_max:
-            raise CapacityError(f"the node has {self._streams_max} streams open", retry_after_s=1.0)
+        most = NODE_STREAMS_MAX if self._streams_max is None else self._streams_max
+        if len(link.streams) >= most:
+            raise CapacityError(f"the node has {most} streams open", retry_after_s=1.0)
         return await link.open(CallHead(method=method, caller=caller, size=len(body), stream=True), body)
 
     async def close(self) -> None:
