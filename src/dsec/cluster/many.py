@@ -220,19 +220,13 @@ class ManyNodes:
         linked: bool,
     ) -> dict[str, NodeId]:
         now = self._clock.monotonic_s()
-        known: dict[str, Candidates] = {}
 
         def nodes_for(ask: Ask) -> Candidates:
-            if ask.substrate not in known:
-                known[ask.substrate] = Candidates(self._nodes.shown, ask, self._overlay, now, self.bursts)
-            return known[ask.substrate]
+            return Candidates(self._nodes.shown, ask, self._overlay, now, self.bursts)
 
         asks = {name: ask_of(one.spec, project) for name, one in members.items()}
         spread = Spread(asks, nodes_for, self._overlay, self._rng, refused, self.bursts, linked)
-        node = spread.whole()
-        if node is not None:
-            return dict.fromkeys(members, node)
-        found = spread.several()
+        found = spread.places()
         if isinstance(found, dict):
             return found
         self._check_named(asks[found].node, now)

@@ -16,7 +16,8 @@ RELAYS: Final = "relays"  # a node that passes on bytes of links from and to oth
 
 @dataclass(frozen=True)
 class Spread:
-    """`nodes_for`: all nodes, in one order, as candidates for an ask. `refused`: by whom each member was, before."""
+    """`nodes_for`: all nodes as candidates for what has the substrate of an ask. `refused`: by whom each member was,
+    before."""
 
     asks: Mapping[str, Ask]
     nodes_for: Callable[[Ask], Sequence[Candidate]]
@@ -25,6 +26,12 @@ class Spread:
     refused: Mapping[str, Collection[NodeId]] = field(default_factory=dict)
     bursts: Sequence[Burst] = ()
     linked: bool = False
+    _known: dict[str, Sequence[Candidate]] = field(default_factory=dict)  # substrate → nodes for it
+
+    def places(self) -> dict[str, NodeId] | str:
+        """Of each member, on one node where that can be; or one that no node takes beside the others."""
+        node = self.whole()
+        return self.several() if node is None else dict.fromkeys(self.asks, node)
 
     def whole(self) -> NodeId | None:
         """One node that takes all. None: there is no such node, or some of them are to be apart."""
@@ -38,7 +45,7 @@ class Spread:
             first, amounts=amounts, features=frozenset(), labels={}, devices=frozenset(), group=None, node=None
         )
         able = self._nodes_for_each()
-        nodes = [node for node in self.nodes_for(together) if node.id in able]
+        nodes = [node for node in self._nodes_for(together) if node.id in able]
         found = choose(nodes, together, overlay=self.overlay, rng=self.rng, bursts=self.bursts)
         return None if found is None else found.id
 
@@ -57,11 +64,11 @@ class Spread:
     def why_not(self, name: str) -> tuple[Sequence[Candidate], Ask]:
         """What `refusals` needs to say so of one member."""
         ask = self._ask(name)
-        return self.nodes_for(ask), ask
+        return self._nodes_for(ask), ask
 
     def _place(self, name: str, planned: Overlay, mine: Collection[NodeId]) -> NodeId | None:
         ask, tried = self._ask(name), self.refused.get(name, ())
-        nodes = self.nodes_for(ask)
+        nodes = self._nodes_for(ask)
         if ask.group is None:
             near = [node for node in nodes if node.id in mine and node.id not in tried and node.pool == MAIN_POOL]
             fits = [node for node in near if why_not(node, ask, planned) is None]
@@ -69,6 +76,11 @@ class Spread:
                 return min(fits, key=lambda node: cost(node, ask, planned)).id
         found = choose(nodes, ask, overlay=planned, rng=self.rng, tried=tried, bursts=self.bursts)
         return None if found is None else found.id
+
+    def _nodes_for(self, ask: Ask) -> Sequence[Candidate]:
+        if ask.substrate not in self._known:
+            self._known[ask.substrate] = self.nodes_for(ask)
+        return self._known[ask.substrate]
 
     def _ask(self, name: str) -> Ask:
         ask = self.asks[name]
@@ -79,7 +91,7 @@ class Spread:
     def _hardest_first(self) -> list[str]:
         def key(name: str) -> tuple[int, list[int]]:
             ask = self._ask(name)
-            fits = sum(why_not(node, ask, self.overlay) is None for node in self.nodes_for(ask))
+            fits = sum(why_not(node, ask, self.overlay) is None for node in self._nodes_for(ask))
             return fits, [-ask.amounts.get(dimension, 0) for dimension in ("memory_bytes", "cpu")]
 
         return sorted(self.asks, key=key)
@@ -95,7 +107,7 @@ class Spread:
         refused = {node for nodes in self.refused.values() for node in nodes}
         able: set[NodeId] | None = None
         for ask in self.asks.values():
-            fits = {node.id for node in self.nodes_for(ask) if why_not(node, ask, self.overlay) is None}
+            fits = {node.id for node in self._nodes_for(ask) if why_not(node, ask, self.overlay) is None}
             able = fits if able is None else able & fits
             if not able:
                 return set()
