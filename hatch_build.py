@@ -12,7 +12,16 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PROGRAMS = ("dsec-agent", "dsec-call", "dsec-guest", "dsec-jail", "dsec-launch", "dsec-loader", "dsec-pages")
+PROGRAMS = (
+    "dsec-agent",
+    "dsec-call",
+    "dsec-egress",
+    "dsec-guest",
+    "dsec-jail",
+    "dsec-launch",
+    "dsec-loader",
+    "dsec-pages",
+)
 TARGET = "x86_64-unknown-linux-gnu"
 
 

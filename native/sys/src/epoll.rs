@@ -1,7 +1,7 @@
 //! epoll, and descriptors that remember what they wait for.
 
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use crate::result::check;
 
@@ -29,6 +29,11 @@ impl Poller {
             OwnedFd::from_raw_fd(raw)
         };
         Ok(Self { fd })
+    }
+
+    /// It is readable when something in this poller is ready: to be waited for in another one.
+    pub fn as_descriptor(&self) -> io::Result<OwnedFd> {
+        self.fd.try_clone()
     }
 
     /// Waits at most `timeout_ms` (-1: for ever) and appends what is ready.
@@ -150,6 +155,12 @@ impl Source {
 impl AsRawFd for Source {
     fn as_raw_fd(&self) -> RawFd {
         self.fd.as_raw_fd()
+    }
+}
+
+impl AsFd for Source {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
     }
 }
 

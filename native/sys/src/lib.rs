@@ -1,4 +1,5 @@
 //! System calls that the standard library lacks, each wrapped once; the only crate with `unsafe`.
+pub mod bpf;
 pub mod cards;
 pub mod clock;
 pub mod epoll;
@@ -7,6 +8,7 @@ pub mod failure;
 pub mod fanotify;
 pub mod fuse;
 pub mod identity;
+pub mod inet;
 pub mod inotify;
 pub mod ipc;
 pub mod launch_child;
@@ -14,6 +16,7 @@ pub mod machine;
 pub mod memory;
 pub mod mounts;
 pub mod namespaces;
+pub mod netlink;
 pub mod passing;
 pub mod paths;
 pub mod pipes;

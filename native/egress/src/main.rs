@@ -1,0 +1,163 @@
+//! dsec-egress: what sandboxes with a network reach, they reach through this. `docs/internals/egress.md`.
+
+mod addresses;
+mod bindings;
+mod denied;
+mod desk;
+mod dns;
+mod error;
+mod flow;
+mod limits;
+mod network;
+mod packet;
+mod peek;
+mod policy;
+mod question;
+mod random;
+mod rate;
+mod sandbox;
+mod server;
+mod settings;
+mod shared;
+mod slab;
+mod steering;
+mod talk;
+mod wire;
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use dsec_sys::seqpacket::{self, Kind};
+use dsec_sys::{identity, namespaces, paths, process};
+
+use crate::error::{Doing, Error, Result};
+use crate::server::Server;
+use crate::shared::Shared;
+
+const USAGE: &str = "usage: dsec-egress --run DIR";
+const EXIT_FAILED: i32 = 1;
+const EXIT_USAGE: i32 = 2;
+/// Another one serves this run directory.
+const EXIT_LOCKED: i32 = 3;
+const SOCKET: &str = "egress.sock";
+const BACKLOG: i32 = 16;
+/// Descriptors, if we may have as many: for thousands of sandboxes and tens of thousands of connections.
+const DESCRIPTORS: [u64; 3] = [1 << 20, 1 << 18, 1 << 16];
+/// What attaching needs: ports below 1024 and packets in sandboxes' networks, routes and programs there, finding and entering
+/// these networks. Everything else is given up.
+const CAPABILITIES: u64 = 1 << 10 | 1 << 12 | 1 << 13 | 1 << 19 | 1 << 21;
+
+fn main() {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let code = match words.as_slice() {
+        [option, run] if option == "--run" => run_in(Path::new(run)).unwrap_or_else(|error| {
+            eprintln!("dsec-egress: {error}");
+            EXIT_FAILED
+        }),
+        _ => {
+            eprintln!("{USAGE}");
+            EXIT_USAGE
+        }
+    };
+    std::process::exit(code);
+}
+
+fn run_in(run: &Path) -> Result<i32> {
+    let run = std::fs::canonicalize(run).doing(format!("finding {}", run.display()))?;
+    process::set_umask(0o077);
+    let Some(lock) = lock(&run)? else {
+        eprintln!("dsec-egress: another one serves {}", run.display());
+        return Ok(EXIT_LOCKED);
+    };
+    let ready = match detach()? {
+        Detached::Parent(code) => return Ok(code),
+        Detached::Daemon(ready) => ready,
+    };
+    // Fails only for the leader of a group, which has a session of its own if its starter wanted that.
+    let _ = namespaces::new_session();
+    let descriptors = raise_descriptors()?;
+    confine()?;
+    let signals =
+        seqpacket::signal_descriptor(&[libc::SIGTERM, libc::SIGINT]).doing("blocking signals")?;
+    let server = Server::new(listen(&run)?, signals, Shared::new(descriptors)?)?;
+    paths::write_once(ready.as_fd(), b"r").doing("telling that it serves")?;
+    drop(ready);
+    let result = server.serve();
+    drop(lock);
+    result.map(|()| 0)
+}
+
+fn lock(run: &Path) -> Result<Option<OwnedFd>> {
+    let path = run.join("egress.lock");
+    let name = std::ffi::CString::new(path.as_os_str().as_bytes())
+        .map_err(|_| Error::Invalid("a path with a null byte".into()))?;
+    let file = paths::open_at(None, &name, libc::O_RDWR | libc::O_CREAT, 0o600)
+        .doing(format!("opening {}", path.display()))?;
+    let taken = paths::try_lock(file.as_fd()).doing(format!("locking {}", path.display()))?;
+    Ok(taken.then_some(file))
+}
+
+enum Detached {
+    Parent(i32),
+    Daemon(OwnedFd),
+}
+
+/// Goes on in a process of its own. The parent waits until that serves, or has failed, and has its exit code.
+fn detach() -> Result<Detached> {
+    let (told, tell) = seqpacket::pipe().doing("making a pipe")?;
+    match namespaces::clone(&namespaces::Clone::default()).doing("starting the daemon")? {
+        namespaces::Side::Child => Ok(Detached::Daemon(tell)),
+        namespaces::Side::Parent { pid, .. } => {
+            drop(tell);
+            match paths::read_once(told.as_fd(), &mut [0]).doing("waiting for the daemon")? {
+                0 => {
+                    let status = namespaces::reap_one(pid).doing("waiting for the daemon")?;
+                    Ok(Detached::Parent((status >> 8 & 0xff).max(EXIT_FAILED)))
+                }
+                _ => Ok(Detached::Parent(0)),
+            }
+        }
+    }
+}
+
+fn raise_descriptors() -> Result<u64> {
+    let kind = identity::resource("nofile").unwrap_or(libc::RLIMIT_NOFILE);
+    for count in DESCRIPTORS {
+        if identity::set_limit(kind, count, count).is_ok() {
+            return Ok(count);
+        }
+    }
+    let (_, most) = process::raise_open_files().doing("raising the limit of open files")?;
+    Ok(most)
+}
+
+/// Rights that it will never need are given up, and none comes back by starting a program.
+fn confine() -> Result<()> {
+    identity::clear_groups().doing("leaving all groups")?;
+    identity::bound_capabilities(CAPABILITIES, identity::last_capability())
+        .doing("giving rights up")?;
+    let held = identity::capabilities().doing("looking at rights")?;
+    identity::set_capabilities(identity::CapabilitySets {
+        effective: held.permitted & CAPABILITIES,
+        permitted: held.permitted & CAPABILITIES,
+        inheritable: 0,
+    })
+    .doing("giving rights up")?;
+    identity::no_new_privileges().doing("giving rights up")
+}
+
+fn listen(run: &Path) -> Result<OwnedFd> {
+    // By way of the directory, since a socket's address has at most 107 bytes.
+    std::env::set_current_dir(run).doing(format!("entering {}", run.display()))?;
+    match std::fs::remove_file(SOCKET) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            return Err(error).doing("removing the socket of before")
+        }
+        _ => {}
+    }
+    let listener = seqpacket::listen(Kind::Messages, c"egress.sock", BACKLOG)
+        .doing(format!("listening in {}", run.display()))?;
+    std::env::set_current_dir("/").doing("entering /")?;
+    Ok(listener)
+}
