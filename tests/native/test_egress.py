@@ -52,19 +52,19 @@ async def place(run_dir: Path) -> AsyncIterator[Site]:
         for address in (WEB, OTHER, WEB_6, INSIDE, METADATA):
             for port in (80, 443, 22):
                 found.internet.serve(address, port)
-        found.internet.name("pypi.org", WEB, WEB_6)
-        found.internet.name("deb.debian.org", OTHER)
+        found.internet.name("index.example", WEB, WEB_6)
+        found.internet.name("deb.mirror.example", OTHER)
         yield found
 
 
 async def test_what_a_rule_names_is_reached_and_nothing_else(place: Site) -> None:
-    assert await place.attach(rule("pypi.org"), rule("*.debian.org", 80))
+    assert await place.attach(rule("index.example"), rule("*.mirror.example", 80))
 
-    assert place.ask("pypi.org") == (0, [WEB])
-    assert place.ask("pypi.org", 28) == (0, [WEB_6])
-    assert place.ask("deb.debian.org", server="9.9.9.9") == (0, [OTHER])  # whoever is asked
+    assert place.ask("index.example") == (0, [WEB])
+    assert place.ask("index.example", 28) == (0, [WEB_6])
+    assert place.ask("deb.mirror.example", server="9.9.9.9") == (0, [OTHER])  # whoever is asked
     assert place.ask("evil.example") == (REFUSED, [])
-    assert place.ask("debian.org") == (REFUSED, [])
+    assert place.ask("mirror.example") == (REFUSED, [])
     assert place.says(WEB, 443) == f"{WEB} \1hello".encode()
     assert place.says(WEB_6, 443) == f"{WEB_6} \1hello".encode()
     assert place.says(OTHER, 80) == f"{OTHER} \1hello".encode()
@@ -104,7 +104,7 @@ async def test_without_rules_everything_public_is_reached(place: Site) -> None:
 async def test_nothing_is_reached_by_no_rules(place: Site) -> None:
     await place.attach()
 
-    assert place.ask("pypi.org") == (REFUSED, [])
+    assert place.ask("index.example") == (REFUSED, [])
     assert place.is_refused(WEB, 443)
     assert place.internet.asked == place.internet.called == []
 
@@ -172,18 +172,18 @@ async def test_a_binding_ends_with_its_time(run_dir: Path) -> None:
     async with site(run_dir, binding_s=0.3) as place:
         place.internet.serve(WEB, 443)
         place.internet.ttl = 0
-        place.internet.name("pypi.org", WEB)
-        await place.attach(rule("pypi.org"))
+        place.internet.name("index.example", WEB)
+        await place.attach(rule("index.example"))
         assert place.is_refused(WEB, 443)  # nobody has asked yet
         place.internet.ttl = 3600
-        place.ask("pypi.org")
+        place.ask("index.example")
         with place.sandbox.connect(WEB, 443) as link:
             link.sendall(b"\1first")
             assert link.recv(100)
             place.internet.ttl = 0
             place.internet.serve(OTHER, 443)
             place.internet.name("short.org", OTHER)
-            await place.egress.rules(place.name, (rule("short.org"), rule("pypi.org")))
+            await place.egress.rules(place.name, (rule("short.org"), rule("index.example")))
             place.ask("short.org")
 
             await eventually(lambda: place.is_refused(OTHER, 443))
@@ -194,34 +194,34 @@ async def test_a_binding_ends_with_its_time(run_dir: Path) -> None:
 
 
 async def test_other_rules_cut_only_what_they_do_not_allow(place: Site) -> None:
-    await place.attach(rule("pypi.org"), rule("deb.debian.org"))
-    assert place.ask("pypi.org")[1] + place.ask("deb.debian.org")[1] == [WEB, OTHER]
+    await place.attach(rule("index.example"), rule("deb.mirror.example"))
+    assert place.ask("index.example")[1] + place.ask("deb.mirror.example")[1] == [WEB, OTHER]
     stays, ends = place.sandbox.connect(WEB, 443), place.sandbox.connect(OTHER, 443)
     with stays, ends:
         for link in (stays, ends):
             link.sendall(b"\1")
             assert link.recv(100)
 
-        await place.egress.rules(place.name, (rule("pypi.org"),))
+        await place.egress.rules(place.name, (rule("index.example"),))
 
         assert is_reset(ends)
         stays.sendall(b"still")
         assert stays.recv(100)
-        assert not (await place.attach(rule("pypi.org")))  # again: nothing is cut
+        assert not (await place.attach(rule("index.example")))  # again: nothing is cut
         stays.sendall(b"and again")
         assert stays.recv(100)
         assert place.is_refused(OTHER, 443)
 
 
 async def test_a_shared_address_is_open_for_the_names_of_rules_only(place: Site) -> None:
-    await place.attach(rule("pypi.org"))
-    place.ask("pypi.org")
+    await place.attach(rule("index.example"))
+    place.ask("index.example")
     request = "GET / HTTP/1.1\r\nHost: {}\r\n\r\n"
 
-    assert place.says(WEB, 80, request.format("pypi.org").encode()).startswith(f"{WEB} GET".encode())
+    assert place.says(WEB, 80, request.format("index.example").encode()).startswith(f"{WEB} GET".encode())
     assert place.is_refused(WEB, 80, request.format("evil.example").encode())
-    assert place.is_refused(WEB, 80, b"GET / HTTP/1.1\r\nHost: pypi.org\r\nHost: evil.example\r\n\r\n")
-    assert place.is_refused(WEB, 80, b"GET / HTTP/1.1\r\nHost: pypi.org\r\n")  # and no more
+    assert place.is_refused(WEB, 80, b"GET / HTTP/1.1\r\nHost: index.example\r\nHost: evil.example\r\n\r\n")
+    assert place.is_refused(WEB, 80, b"GET / HTTP/1.1\r\nHost: index.example\r\n")  # and no more
     assert place.is_refused(WEB, 443, b"\x16\x03\x01\x00\x05\x02\x00\x00\x01\x00")
     assert place.internet.called == [(WEB, 80)]
     told = await eventually(lambda: [d for d in place.denied if d.reason == "other_name"])
@@ -231,20 +231,20 @@ async def test_a_shared_address_is_open_for_the_names_of_rules_only(place: Site)
 async def test_who_does_not_say_whom_it_wants_is_cut(run_dir: Path) -> None:
     async with site(run_dir, peek_s=0.2) as place:
         place.internet.serve(WEB, 443)
-        place.internet.name("pypi.org", WEB)
-        await place.attach(rule("pypi.org"))
-        place.ask("pypi.org")
+        place.internet.name("index.example", WEB)
+        await place.attach(rule("index.example"))
+        place.ask("index.example")
         with place.sandbox.connect(WEB, 443) as link, pytest.raises(ConnectionResetError):
             link.recv(1)
         assert place.internet.called == []
 
 
 async def test_questions_come_by_connection_as_well(place: Site) -> None:
-    await place.attach(rule("pypi.org"), rule("many.example"))
+    await place.attach(rule("index.example"), rule("many.example"))
     many = [f"23.0.0.{number}" for number in range(1, 61)]
     place.internet.name("many.example", *many)
     with place.sandbox.connect(NAMESERVER, 53) as link:
-        for name, expected in (("pypi.org", (0, [WEB])), ("evil.example", (REFUSED, []))):
+        for name, expected in (("index.example", (0, [WEB])), ("evil.example", (REFUSED, []))):
             question = question_of(name)
             link.sendall(len(question).to_bytes(2, "big") + question)
             length = int.from_bytes(link.recv(2, socket.MSG_WAITALL), "big")
@@ -270,8 +270,8 @@ async def test_what_is_sent_arrives_whole_both_ways_and_halves_close(place: Site
 
 
 async def test_its_death_lets_nothing_through_and_the_next_one_serves_all_again(place: Site) -> None:
-    await place.attach(rule("pypi.org"))
-    place.ask("pypi.org")
+    await place.attach(rule("index.example"))
+    place.ask("index.example")
     before = place.egress.pid
     with place.sandbox.connect(WEB, 443) as link:
         link.sendall(b"\1")
@@ -279,7 +279,7 @@ async def test_its_death_lets_nothing_through_and_the_next_one_serves_all_again(
         os.kill(before, signal.SIGKILL)
         assert is_reset(link)
     await eventually(lambda: place.egress.pid != before)
-    await eventually(lambda: place.ask("pypi.org") == (0, [WEB]))
+    await eventually(lambda: place.ask("index.example") == (0, [WEB]))
     assert place.says(WEB, 443)
     assert place.ask("evil.example")[0] == REFUSED
 

@@ -56,18 +56,18 @@ fn records(message: &[u8], size: usize) -> Vec<u8> {
 fn a_hello_names_its_host_however_it_is_cut() {
     let message = message(&[
         extension(43, &[2, 3, 4]),
-        server_name(&[(0, b"PyPI.org")]),
+        server_name(&[(0, b"Index.example")]),
         extension(51, &[9; 1200]),
     ]);
     for size in [1, 3, 100, 16 << 10] {
         let bytes = records(&message, size);
-        assert_eq!(see(&bytes), names(&["pypi.org"]), "{size}");
+        assert_eq!(see(&bytes), names(&["index.example"]), "{size}");
         for length in 0..bytes.len() {
             assert_eq!(see(&bytes[..length]), Seen::More, "{size} {length}");
         }
         let mut more = bytes.clone();
         more.extend([23, 3, 3, 0, 1, 0]); // early data
-        assert_eq!(see(&more), names(&["pypi.org"]));
+        assert_eq!(see(&more), names(&["index.example"]));
     }
 }
 
@@ -113,12 +113,12 @@ fn a_hello_that_could_be_read_in_two_ways_is_unreadable() {
 fn a_request_names_its_host() {
     let cases: &[(&[u8], Seen)] = &[
         (
-            b"GET / HTTP/1.1\r\nHost: PyPI.org\r\n\r\n",
-            names(&["pypi.org"]),
+            b"GET / HTTP/1.1\r\nHost: Index.example\r\n\r\n",
+            names(&["index.example"]),
         ),
         (
-            b"GET / HTTP/1.1\nhost:pypi.org:80 \n\n",
-            names(&["pypi.org"]),
+            b"GET / HTTP/1.1\nhost:index.example:80 \n\n",
+            names(&["index.example"]),
         ),
         (
             b"\r\n\nGET / HTTP/1.1\r\nAccept: */*\r\nHost: a.org.\r\n\r\nmore",
