@@ -47,6 +47,19 @@ def test_the_scripts_are_what_a_shell_takes(tmp_path: Path, desktop: bool) -> No
     assert config == {"sandbox": "", "caps_exec": 2**64 - 1, "spare": True}
 
 
+def test_a_machine_with_a_network_card_asks_for_its_address_and_another_starts_nothing(tmp_path: Path) -> None:
+    request = MachineBuild(name="x")
+    machines._write_own(tmp_path, request, "")
+
+    assert "DHCP=ipv4" in (tmp_path / "etc/systemd/network/dsec.network").read_text().splitlines()
+    (rule,) = (tmp_path / "etc/udev/rules.d/80-dsec-network.rules").read_text().replace("\\\n", "").splitlines()
+    assert rule.startswith('ACTION=="add", SUBSYSTEM=="net", DEVPATH!="/devices/virtual/*", ')
+    assert rule.endswith('ENV{SYSTEMD_WANTS}+="systemd-networkd.service"')
+    hooks = machines._hooks(tmp_path, request)
+    assert any("echo nameserver 198.18.0.53 > /etc/resolv.conf" in hook for hook in hooks)
+    assert not any("networkd" in hook for hook in hooks), "it is enabled for all"
+
+
 def test_a_desktop_has_the_kernel_that_can_draw() -> None:
     server, desktop = MachineBuild(name="x"), MachineBuild(name="x", desktop=True, packages=("hello",))
 

@@ -26,6 +26,7 @@ from dsec.image.sources import debian
 from dsec.image.sources.apt import host_sources, host_suite
 from dsec.storage.space import require_free
 from dsec.wire.codec import pack
+from dsec.wire.egress import NAMESERVER
 from dsec.wire.environments import DebianSource, MachineBuild
 from dsec.wire.machines import MachineInfo
 
@@ -107,6 +108,24 @@ RestartSec=1
 [Install]
 WantedBy=multi-user.target
 """
+# Of a machine with a network card. Nothing is started for others: the rule is of the device.
+_NETWORK: Final = """\
+[Match]
+Type=ether
+Kind=!*
+
+[Network]
+DHCP=ipv4
+LinkLocalAddressing=no
+IPv6AcceptRA=no
+
+[DHCPv4]
+ClientIdentifier=mac
+"""
+_NETWORK_RULE: Final = """\
+ACTION=="add", SUBSYSTEM=="net", DEVPATH!="/devices/virtual/*", TAG+="systemd", \\
+ENV{SYSTEMD_WANTS}+="systemd-networkd.service"
+"""
 _SESSION: Final = """\
 #!/bin/sh
 xset s off
@@ -169,6 +188,8 @@ def _hooks(own: Path, request: MachineBuild) -> list[str]:
     """What mmdebstrap does with the tree at the end, inside of it: no link there leads out."""
     hooks = [f"--customize-hook=sync-in {shlex.quote(os.fspath(own))} /"]
     forget = "rm -f /etc/machine-id /etc/resolv.conf /etc/apt/sources.list && touch /etc/machine-id"
+    # Nothing in it writes this by what DHCP says; the name of the resolver is the same for all machines.
+    forget += f" && echo nameserver {NAMESERVER} > /etc/resolv.conf"
     hooks.append(f'--customize-hook=chroot "$1" sh -c "{forget}"')
     mask = "systemctl mask apt-daily.timer apt-daily-upgrade.timer e2scrub_all.timer fstrim.timer"
     hooks.append(f'--customize-hook=chroot "$1" sh -c "{mask}"')
@@ -188,6 +209,8 @@ def _write_own(own: Path, request: MachineBuild, sources: str) -> None:
         "etc/systemd/system/dsec-agent.service": (0o644, _AGENT_UNIT.encode()),
         "etc/modules-load.d/dsec.conf": (0o644, b"virtio_console\nvirtio_rng\n"),
         "etc/fstab": (0o644, _FSTAB.encode()),
+        "etc/systemd/network/dsec.network": (0o644, _NETWORK.encode()),
+        "etc/udev/rules.d/80-dsec-network.rules": (0o644, _NETWORK_RULE.encode()),
         "etc/hostname": (0o644, b"machine\n"),
         "etc/apt/sources.list.d/debian.sources": (0o644, sources.encode()),
     }
