@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from dsec.backends.fake.host import FakeHost
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LaunchError, Outcome, SandboxStateError, UnavailableError
-from dsec.core.spec import NetworkMode, SandboxSpec
+from dsec.core.spec import NetworkMode, SandboxSpec, Substrate
 from dsec.node.denials import Denials
 from dsec.testing.faults import Faults, each_nth_failure
 from dsec.testing.nodes import FAKE_SPEC, NodeClient, crash, make_fake_node
@@ -35,7 +35,8 @@ from dsec.wire.snapshots import (
     SnapshotRequest,
     SnapshotTake,
 )
-from tests.node_calls import create, destroy, get
+from tests.drowsy import DrowsyBackend
+from tests.node_calls import create, destroy, get, start
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Machine:
 
     directory: Path
     host: FakeHost
+    backend: DrowsyBackend | None = None  # of machines, which can sleep
     client: NodeClient = field(init=False)
 
     async def create(self, egress: Sequence[str] | None = ("a.example",), **changes: Any) -> str:
@@ -60,6 +62,8 @@ class Machine:
 
     async def start(self) -> None:
         node = make_fake_node(self.directory, host=self.host)
+        if (backend := self.backend) is not None:
+            node._make_backends = lambda _: {Substrate.FAKE: backend}
         await node.start()
         self.client = NodeClient(node)
 
@@ -287,3 +291,57 @@ async def test_one_that_goes_on_asking_is_told_of_ever_more_seldom(machine: Mach
     denials.note(refused(id, "a.example"))
     await eventually(lambda: len(waits) == 5)
     assert waits[-1] == 0.2
+
+
+# ---- machines that sleep -----------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def sleeper(directory: Path) -> AsyncIterator[tuple[Machine, DrowsyBackend, str]]:
+    """One that has gone to the disk."""
+    host = FakeHost()
+    backend = DrowsyBackend(host)
+    machine = Machine(directory, host, backend)
+    await machine.start()
+    try:
+        id = await machine.create()
+        await machine.client.call(Method.PAUSE, records.PauseRequest(id, deep=True), records.Sandbox)
+        assert backend.asleep == {id}
+        yield machine, backend, id
+    finally:
+        await machine.client.node.close()
+
+
+async def test_what_sleeps_is_attached_by_its_newest_rules_before_it_goes_on(tmp_path: Path) -> None:
+    async with sleeper(tmp_path) as (machine, backend, id):
+        machine.host.egress.clear()  # its process has ended
+
+        assert (await machine.set(id, ["b.example"])).egress == ["b.example"]
+        assert machine.host.egress == {}, "there is nothing that could be attached"
+        assert (await start(machine.client, id, "echo", "back")).out == b"back\n"
+        assert not backend.asleep
+        assert machine.reached(id) == ["b.example"]
+
+
+async def test_what_cannot_be_attached_sleeps_on(tmp_path: Path) -> None:
+    async with sleeper(tmp_path) as (machine, backend, id):
+        machine.host.egress.clear()
+        with Faults(1, prefix="fake.egress.attach"), pytest.raises(UnavailableError):
+            await machine.client.call(Method.RESUME, records.SandboxRef(id), records.Sandbox)
+
+        assert backend.asleep == {id}
+        assert (await get(machine.client, id)).state == "paused"
+        await machine.client.call(Method.RESUME, records.SandboxRef(id), records.Sandbox)
+        assert machine.reached(id) == ["a.example"]
+
+
+async def test_a_node_that_starts_lets_sleepers_be(tmp_path: Path) -> None:
+    async with sleeper(tmp_path) as (machine, _, id):
+        machine.host.egress.clear()
+        await machine.restarted()
+        other = await machine.create(["c.example"])
+
+        assert (await get(machine.client, id)).asleep
+        assert machine.host.egress.keys() == {other}
+        assert (await start(machine.client, id, "echo", "back")).out == b"back\n"
+        assert machine.reached(id) == ["a.example"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from dsec.backends.forwarding import HasNetwork, MakeForwarder, Rules
+from dsec.backends.machines import Sleeps
 from dsec.core import limits
 from dsec.core.egress import parse_egress
 from dsec.core.errors import DsecError, LaunchError, Outcome, SandboxStateError, UnavailableError, UnsupportedError
@@ -72,9 +73,15 @@ class NodeEgress:
                 f"the sandbox has no way out: {error.message}", hint=error.hint, step="network", sandbox=sandbox.id
             ) from error
 
+    async def follow(self, sandbox: Supervisor) -> None:
+        """Of one that wakes as another process, and stands still yet. Raises what attaching raises."""
+        if _is_proxied(sandbox):
+            await self._attach(sandbox)
+
     def reopen(self, sandbox: Supervisor) -> None:
-        """After a restart of the node or a rollback, and in the background, until it is so or the sandbox has ended."""
-        if not _is_proxied(sandbox) or sandbox.id in self._again:
+        """After a restart of the node or a rollback, and in the background, until it is so or the sandbox has ended;
+        one that sleeps is attached when it wakes."""
+        if not _is_proxied(sandbox) or _is_asleep(sandbox) or sandbox.id in self._again:
             return
         task = self._tasks.spawn(self._until_attached(sandbox))
         self._again[sandbox.id] = task
@@ -108,6 +115,8 @@ class NodeEgress:
                 )
             spec = msgspec.structs.replace(sandbox.row.spec, egress=egress)
             await sandbox.move(sandbox.state, spec=spec)
+            if _is_asleep(sandbox):
+                return
             try:
                 await self._apply(sandbox)
             except DsecError as error:
@@ -171,7 +180,7 @@ class NodeEgress:
 
     async def _until_attached(self, sandbox: Supervisor) -> None:
         retry_s = _RETRY_S
-        while not sandbox.ended:
+        while not sandbox.ended and not _is_asleep(sandbox):
             before = sandbox.row
             try:
                 await self._attach(sandbox)
@@ -204,6 +213,11 @@ class NodeEgress:
 
 def _is_proxied(sandbox: Supervisor) -> bool:
     return sandbox.row.spec.network is NetworkMode.PROXIED
+
+
+def _is_asleep(sandbox: Supervisor) -> bool:
+    """No process of it runs."""
+    return isinstance(sandbox.instance, Sleeps) and sandbox.instance.asleep
 
 
 def _egress_of(row: SandboxRow) -> tuple[str, ...] | None:

@@ -147,6 +147,7 @@ class Pausing:
         finally:
             hold.release()  # the sandbox has its own
         try:
+            await self._services.egress.follow(sandbox)
             await sandbox.move(SandboxState.RESUMING, record=sandbox.instance.record, asleep=False)
         except BaseException:
             await instance.sleep_on()  # as the journal has it

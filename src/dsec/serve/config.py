@@ -422,12 +422,13 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             **self.microvm.fields(),
             "id_dir": Path(self.container.id_dir),
             "cgroup_parent": self.container.cgroup_parent,
+            "proxied": self.node.egress.offered,
         }
 
     def full_machines(self) -> dict[str, object]:
         """Fields of FullvmConfig."""
         shared = self.machines()
-        names = ("cache_dir", "qemu", "accelerator", "kernel", "id_dir", "cgroup_parent")
+        names = ("cache_dir", "qemu", "accelerator", "kernel", "id_dir", "cgroup_parent", "proxied")
         return {**{name: shared[name] for name in names}, **self.fullvm.fields()}
 
     @property

@@ -32,7 +32,7 @@ from dsec.backends.vm.kernel import fetch_kernel, find_kernel
 from dsec.backends.vm.machine import TEMPLATE
 from dsec.backends.vm.monitor import Confines, MonitorProcess
 from dsec.backends.vm.ports import AgentPorts
-from dsec.backends.vm.qemu import Qemu, find_qemu, weaknesses
+from dsec.backends.vm.qemu import Qemu, check_own_net, find_qemu, weaknesses
 from dsec.backends.vm.qmp import MonitorError
 from dsec.backends.vm.saved import OVERLAY, SavedMachine
 from dsec.backends.vm.templates import Template, Templates, template_key
@@ -93,7 +93,8 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
     def capabilities(self) -> Capabilities:
         return Capabilities(
             substrate=Substrate.FULLVM,
-            networks=frozenset({NetworkMode.NONE}),
+            networks=self._networks,
+            network_reason=self._no_network,
             pause=True,
             snapshot=Keeps.DISK_MEMORY,
             fork=Keeps.DISK_MEMORY,
@@ -147,6 +148,8 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
 
     async def _wanted(self, instance: InstanceSpec) -> _Wanted:
         check_spec(instance)
+        if instance.spec.network is not NetworkMode.NONE:
+            await asyncio.to_thread(check_own_net, (await self._open()).driver.qemu)
         if instance.machine:
             return await self._wanted_from(instance)
         image = await asyncio.to_thread(self.images.get, image_name(instance.spec.environment))

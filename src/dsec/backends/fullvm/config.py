@@ -27,6 +27,7 @@ class FullvmConfig:
     uefi: Path = Path("/usr/share/OVMF")  # firmware of machines that want UEFI
     images: Path | None = None  # directory of machine images, if not in the state directory
     templates: Path | None = None  # directory of templates, if not in the state directory
+    proxied: bool = True  # network `proxied`, where the kernel can
     templates_max: int = 8  # kept; those that were not used for longest go
     boot_s: float = 600.0  # for a template to come up
 

@@ -70,7 +70,8 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
     def capabilities(self) -> Capabilities:
         return Capabilities(
             substrate=Substrate.MICROVM,
-            networks=frozenset({NetworkMode.NONE}),
+            networks=self._networks,
+            network_reason=self._no_network,
             pause=True,
             snapshot=Keeps.DISK_MEMORY,
             fork=Keeps.DISK_MEMORY,

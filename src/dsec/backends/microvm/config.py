@@ -33,6 +33,7 @@ class MicrovmConfig:
     kernel: str = kernel.PACKAGE  # Debian package
     disk_bytes: int = 10 * GIB  # of a sandbox that asks for no other; only what is written takes room
     templates: Path | None = None  # directory of templates, if not in the state directory
+    proxied: bool = True  # network `proxied`, where the kernel can
     templates_max: int = 16  # kept; those that were not used for longest go
     layer_device: str = "blk"  # or "pmem": guests share the pages of layers; QEMU, or Firecracker 1.14
     page_out: bool = True  # memory of paused ones goes to swap, where the host has any

@@ -27,7 +27,7 @@ from dsec.backends.vm.kernel import (
     fetch_kernel,
     find_kernel,
 )
-from dsec.backends.vm.qemu import find_qemu, weaknesses
+from dsec.backends.vm.qemu import check_own_net, find_qemu, weaknesses
 from dsec.backends.vm.qemu_machine import QemuMachine
 from dsec.binaries import find_binary
 from dsec.core.errors import HostError, UnsupportedError
@@ -78,7 +78,9 @@ async def choose_monitor(config: MicrovmConfig) -> Chosen:
 
 async def with_card(config: MicrovmConfig, driver: VmDriver[Any]) -> tuple[VmDriver[Any], dict[str, str]]:
     """The same monitor for machines that boot with a network card, and the identity of their templates: a kernel with
-    what drives one, which others do without. Raises HostError."""
+    what drives one, which others do without. Raises HostError, UnsupportedError."""
+    if isinstance(driver, Driver):
+        await asyncio.to_thread(check_own_net, driver.qemu)
     guest, agent = find_binary("dsec-guest"), find_binary("dsec-agent")
     kernel = await asyncio.to_thread(_kernel, config, network=True)
     initramfs = await asyncio.to_thread(

@@ -17,6 +17,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 import msgspec
 
 from dsec.backends.base import Capabilities, InstanceSpec, Intend, Layer, Probe
+from dsec.backends.steering import why_not_steered
 from dsec.backends.vm.capture import MachineCapture, SleepingCapture, Source
 from dsec.backends.vm.clones import Sized
 from dsec.backends.vm.drivers import Machine
@@ -31,6 +32,7 @@ from dsec.backends.vm.saved import SavedMachine, SavedMachines, SavedManifest
 from dsec.backends.vm.templates import Templates
 from dsec.core.errors import DsecError, LaunchError, StorageError, UnsupportedError
 from dsec.core.ids import NodeId, SandboxId
+from dsec.core.spec import NetworkMode
 from dsec.density.cgroups import CgroupPlan
 from dsec.storage.space import require_free
 
@@ -62,6 +64,8 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
 
     def __init__(self, config: PlaceConfig, *, node: NodeId, templates: Templates) -> None:
         self._place = Place(config, node)
+        self._no_network = why_not_steered() if config.proxied else "the configuration offers none"
+        self._networks = frozenset({NetworkMode.NONE} if self._no_network else {NetworkMode.NONE, NetworkMode.PROXIED})
         self._templates = templates
         self.saved = SavedMachines(config.sandboxes_dir.with_name("saved"))
         self._facts: F | None = None

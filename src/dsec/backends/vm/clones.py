@@ -17,7 +17,6 @@ from dsec.core.spec import NetworkMode, SandboxSpec
 from dsec.core.units import format_size
 from dsec.wire.agent import ClaimArgs
 
-NETWORKS: Final = frozenset({NetworkMode.NONE, NetworkMode.PROXIED})
 _PROCESSORS_MAX: Final = 64
 _SEED_BYTES: Final = 64
 
@@ -82,7 +81,7 @@ def check_same(had: Sized, spec: SandboxSpec) -> None:
 
 def check_network(spec: SandboxSpec) -> None:
     """Raises UnsupportedError."""
-    if spec.network not in NETWORKS:
+    if spec.network not in (NetworkMode.NONE, NetworkMode.PROXIED):
         raise UnsupportedError(
             f"machines have no network mode {spec.network.value!r}", hint="use network='none' or 'proxied'"
         )

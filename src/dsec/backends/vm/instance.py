@@ -11,6 +11,7 @@ from typing import Final, Generic, Protocol, TypeVar
 from msgspec.structs import replace
 
 from dsec.backends.base import Capture, InstanceExit, InstanceUsage, Layer
+from dsec.backends.forwarding import NetworkPlace
 from dsec.backends.pausedmemory import PausedMemory
 from dsec.backends.vm.drivers import Machine
 from dsec.backends.vm.monitor import MonitorProcess
@@ -110,6 +111,11 @@ class MachineInstance(Generic[R]):
     def pid(self) -> int:
         """Host pid of the monitor; 0 while it sleeps."""
         return self._process.pid if self._process is not None else 0
+
+    @property
+    def network_place(self) -> NetworkPlace:
+        """Its monitor's, which what is behind its network card is of."""
+        return NetworkPlace(self.pid, self._record.start_ticks)
 
     def _follow(self, process: MonitorProcess) -> None:
         self._process = process

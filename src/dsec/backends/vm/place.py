@@ -39,6 +39,9 @@ class PlaceConfig(Protocol):
     def cgroup_parent(self) -> str: ...
 
     @property
+    def proxied(self) -> bool: ...
+
+    @property
     def machines_dir(self) -> Path:
         """Of sockets; gone after a reboot."""
         ...

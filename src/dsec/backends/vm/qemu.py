@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from dsec.backends.base import Weakness
-from dsec.core.errors import HostError
+from dsec.core.errors import HostError, UnsupportedError
 
 PROGRAM: Final = "qemu-system-x86_64"
 PACKAGE: Final = "qemu-system-x86"
@@ -68,6 +68,27 @@ def _ask(path: Path) -> Qemu:
 def _places(path: Path) -> list[Path]:
     share = path.parent.parent / "share"
     return [share / "qemu", share / "seabios", Path("/usr/share/qemu")]
+
+
+@cache
+def has_own_net(path: Path) -> bool:
+    """Whether it was built with a net of its own for guests (`-netdev user`). Blocking, once."""
+    try:
+        done = subprocess.run(
+            [path, "-netdev", "help"], capture_output=True, text=True, timeout=_ASK_S, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return "user" in done.stdout.split()
+
+
+def check_own_net(qemu: Qemu) -> None:
+    """Of machines with a network card. Raises UnsupportedError. Blocking, once."""
+    if not has_own_net(qemu.path):
+        raise UnsupportedError(
+            f"{qemu.text} was built without a net of its own (libslirp), which a network needs",
+            hint="use network='none', or another build of QEMU",
+        )
 
 
 def tsc_khz() -> int | None:
