@@ -128,6 +128,8 @@ def _microvm(directory: Path, **more: object) -> BackendUnderTest:
     cgroup_parent = f"dsec-contract-{node}"
     templates = shared_templates() / "micro"
     microvm: dict[str, object] = {"id_dir": id_dir, "cgroup_parent": cgroup_parent, "templates": templates}
+    # With a network card it is another template, and another kernel: tests/system/test_vm_proxied.py.
+    microvm["proxied"] = False
     settings = BackendSettings(node, run_dir, state_dir, microvm=microvm | more)
 
     def make() -> Backend:

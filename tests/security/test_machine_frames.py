@@ -16,7 +16,8 @@ import pytest
 
 from dsec.backends.egress import Egress
 from dsec.backends.vm.monitor import Confines, MonitorProcess, jail_plan
-from dsec.backends.vm.network import ADDRESS, GATEWAY, TAP, tap
+from dsec.backends.vm.network import TAP, tap
+from dsec.core.machines import ADDRESS, GATEWAY
 from dsec.storage.syscalls import enter_network
 from dsec.testing.egress import egress_of
 from dsec.testing.networks import able

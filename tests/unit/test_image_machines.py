@@ -47,11 +47,12 @@ def test_the_scripts_are_what_a_shell_takes(tmp_path: Path, desktop: bool) -> No
     assert config == {"sandbox": "", "caps_exec": 2**64 - 1, "spare": True}
 
 
-def test_a_machine_with_a_network_card_asks_for_its_address_and_another_starts_nothing(tmp_path: Path) -> None:
+def test_a_machine_with_a_network_card_knows_its_address_and_another_starts_nothing(tmp_path: Path) -> None:
     request = MachineBuild(name="x")
     machines._write_own(tmp_path, request, "")
 
-    assert "DHCP=ipv4" in (tmp_path / "etc/systemd/network/dsec.network").read_text().splitlines()
+    lines = (tmp_path / "etc/systemd/network/dsec.network").read_text().splitlines()
+    assert {"Kind=!*", "Address=198.18.0.15/24", "Gateway=198.18.0.14"} <= set(lines)
     (rule,) = (tmp_path / "etc/udev/rules.d/80-dsec-network.rules").read_text().replace("\\\n", "").splitlines()
     assert rule.startswith('ACTION=="add", SUBSYSTEM=="net", DEVPATH!="/devices/virtual/*", ')
     assert rule.endswith('ENV{SYSTEMD_WANTS}+="systemd-networkd.service"')

@@ -20,7 +20,7 @@ from dsec.backends.vm.monitor import Confines, jail_plan
 from dsec.backends.vm.running import confined
 from dsec.core.errors import InvalidArgumentError, UnsupportedError
 from dsec.core.limits import GIB, MIB
-from dsec.core.machines import Agent, Bus, Firmware
+from dsec.core.machines import ADDRESS, GATEWAY, PREFIX, Agent, Bus, Firmware
 from dsec.core.spec import Environment, NetworkMode, SandboxSpec, Substrate
 from dsec.wire.codec import pack, unpack
 from dsec.wire.egress import NAMESERVER, OWN_ADDRESS
@@ -88,9 +88,9 @@ def test_a_card_has_a_net_of_the_monitor_s_own_that_nothing_leads_into(given: li
 
 def test_all_addresses_are_of_one_net_and_none_of_them_is_the_sandbox_s_own() -> None:
     net = ipaddress.ip_network(network.NET)
-    addresses = [network.ADDRESS, network.GATEWAY, NAMESERVER]
+    addresses = [ADDRESS, GATEWAY, NAMESERVER]
 
-    assert net.prefixlen == network.PREFIX
+    assert net.prefixlen == PREFIX
     assert net.subnet_of(ipaddress.ip_network("198.18.0.0/15"))  # type: ignore[arg-type]
     assert all(ipaddress.ip_address(address) in net for address in addresses)
     assert len({*addresses, OWN_ADDRESS}) == 4
@@ -110,7 +110,7 @@ def test_a_guest_is_told_all_of_its_network_in_one_line() -> None:
     text = plan_text(layers=[], disk="disk", pids=9, network=True)
 
     line = text.splitlines()[-1].split()
-    assert line == ["network", network.ADDRESS, str(network.PREFIX), network.GATEWAY, NAMESERVER]
+    assert line == ["network", ADDRESS, str(PREFIX), GATEWAY, NAMESERVER]
 
 
 def test_a_card_takes_the_place_of_a_layer() -> None:
@@ -145,5 +145,7 @@ def test_what_goes_on_from_a_machine_without_a_card_is_given_none() -> None:
 
 
 def test_a_network_that_machines_do_not_have_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="routed"):
-        check_network(spec(NetworkMode.ROUTED))
+    for mode in (NetworkMode.PROXIED, NetworkMode.ROUTED):
+        with pytest.raises(UnsupportedError, match=str(mode)):
+            check_network(spec(mode), {NetworkMode.NONE})
+    check_network(spec(NetworkMode.PROXIED), {NetworkMode.NONE, NetworkMode.PROXIED})

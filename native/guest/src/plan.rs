@@ -6,7 +6,7 @@
 //! layer l1
 //! disk upper
 //! vsock 1024
-//! network 198.18.0.15 24 198.18.0.2 198.18.0.53
+//! network 198.18.0.15 24 198.18.0.14 198.18.0.53
 //! ```
 //! Layers lowest first, each by its metadata's device and its data's, if that is apart. A device is named by its serial number, or,
 //! where the monitor gives it none, by its path. With a vsock the agent listens there, without one it serves two serial ports.
@@ -125,12 +125,12 @@ mod tests {
 
     #[test]
     fn a_network_is_an_address_and_two_others() {
-        let plan = Plan::parse("pids 9\ndisk d\nnetwork 198.18.0.15 24 198.18.0.2 198.18.0.53\n");
+        let plan = Plan::parse("pids 9\ndisk d\nnetwork 198.18.0.15 24 198.18.0.14 198.18.0.53\n");
 
         let network = plan.unwrap().network.unwrap();
         assert_eq!(network.address, Ipv4Addr::new(198, 18, 0, 15));
         assert_eq!(network.prefix, 24);
-        assert_eq!(network.gateway, Ipv4Addr::new(198, 18, 0, 2));
+        assert_eq!(network.gateway, Ipv4Addr::new(198, 18, 0, 14));
         assert_eq!(network.resolver, Ipv4Addr::new(198, 18, 0, 53));
     }
 
@@ -147,8 +147,8 @@ mod tests {
             "pids 1\ndisk d\nvsock",
             "pids 1\ndisk d\nvsock -1",
             "pids 1\ndisk d\nnetwork",
-            "pids 1\ndisk d\nnetwork 198.18.0.15 33 198.18.0.2 198.18.0.53",
-            "pids 1\ndisk d\nnetwork 198.18.0.15 24 198.18.0.2 somewhere",
+            "pids 1\ndisk d\nnetwork 198.18.0.15 33 198.18.0.14 198.18.0.53",
+            "pids 1\ndisk d\nnetwork 198.18.0.15 24 198.18.0.14 somewhere",
         ] {
             assert!(Plan::parse(text).is_err(), "{text}");
         }

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import enum
+from typing import Final
+
+# Of a machine's network card: the same for all, as each is alone in its net (198.18.0.0/15 is nobody's, RFC 2544).
+ADDRESS: Final = "198.18.0.15"
+PREFIX: Final = 24
+GATEWAY: Final = "198.18.0.14"
 
 
 class Firmware(enum.StrEnum):

@@ -20,7 +20,7 @@ from typing import Final
 from dsec.binaries import find_binary
 from dsec.core.errors import HostError, StorageError
 from dsec.core.limits import GIB, MIB
-from dsec.core.machines import Agent, Bus, Firmware
+from dsec.core.machines import ADDRESS, GATEWAY, PREFIX, Agent, Bus, Firmware
 from dsec.image.recipes import DEBIAN_ENV
 from dsec.image.sources import debian
 from dsec.image.sources.apt import host_sources, host_suite
@@ -83,6 +83,14 @@ for controller in $(cat "$cgroup/cgroup.controllers"); do
     echo "+$controller" > "$cgroup/work/cgroup.subtree_control"
 done
 until test -c /dev/virtio-ports/agent && test -c /dev/virtio-ports/bell; do sleep 0.1; done
+# Machines begin with their network, if they have one: here they wait for it once.
+tries=0
+for card in /sys/class/net/*/device; do
+    test -e "$card" || continue
+    until grep -q '^[a-z0-9]*[[:space:]]00000000' /proc/net/route || test $tries -ge 600; do
+        tries=$((tries + 1)); sleep 0.1
+    done
+done
 READY
 exec 4< "$cgroup" 5< /usr/lib/dsec/agent.config
 exec /usr/lib/dsec/dsec-agent --ports /dev/virtio-ports/agent /dev/virtio-ports/bell
@@ -108,19 +116,18 @@ RestartSec=1
 [Install]
 WantedBy=multi-user.target
 """
-# Of a machine with a network card. Nothing is started for others: the rule is of the device.
-_NETWORK: Final = """\
+# Of a machine with a network card, by the rule of the device: nothing is started for others. Not by DHCP: a clone has
+# another hardware address, would be given another address than the machine that it was, and has it all from the start.
+_NETWORK: Final = f"""\
 [Match]
 Type=ether
 Kind=!*
 
 [Network]
-DHCP=ipv4
+Address={ADDRESS}/{PREFIX}
+Gateway={GATEWAY}
 LinkLocalAddressing=no
 IPv6AcceptRA=no
-
-[DHCPv4]
-ClientIdentifier=mac
 """
 _NETWORK_RULE: Final = """\
 ACTION=="add", SUBSYSTEM=="net", DEVPATH!="/devices/virtual/*", TAG+="systemd", \\
@@ -188,7 +195,7 @@ def _hooks(own: Path, request: MachineBuild) -> list[str]:
     """What mmdebstrap does with the tree at the end, inside of it: no link there leads out."""
     hooks = [f"--customize-hook=sync-in {shlex.quote(os.fspath(own))} /"]
     forget = "rm -f /etc/machine-id /etc/resolv.conf /etc/apt/sources.list && touch /etc/machine-id"
-    # Nothing in it writes this by what DHCP says; the name of the resolver is the same for all machines.
+    # The same for all machines.
     forget += f" && echo nameserver {NAMESERVER} > /etc/resolv.conf"
     hooks.append(f'--customize-hook=chroot "$1" sh -c "{forget}"')
     mask = "systemctl mask apt-daily.timer apt-daily-upgrade.timer e2scrub_all.timer fstrim.timer"

@@ -27,7 +27,7 @@ from dsec.backends.machines import MachineDisk
 from dsec.backends.vm.accelerator import Accelerator, choose_accelerator
 from dsec.backends.vm.backend import MachineBackend
 from dsec.backends.vm.capture import Below, Source
-from dsec.backends.vm.clones import awaken, check_network, check_same, disk_of, memory_of, processors_of
+from dsec.backends.vm.clones import awaken, check_same, disk_of, memory_of, processors_of
 from dsec.backends.vm.kernel import fetch_kernel, find_kernel
 from dsec.backends.vm.machine import TEMPLATE
 from dsec.backends.vm.monitor import Confines, MonitorProcess
@@ -426,7 +426,6 @@ def with_data(image: MachineImage, layers: Sequence[Layer]) -> MachineImage:
 def check_spec(instance: InstanceSpec) -> None:
     """Raises UnsupportedError or InvalidArgumentError for what no full machine can give."""
     spec = instance.spec
-    check_network(spec)
     if instance.volumes or spec.volumes:
         raise UnsupportedError("full machines have no volumes", hint="use backend='container'")
     if spec.memory_bytes < _MEMORY_BYTES_MIN:

@@ -19,7 +19,7 @@ from dsec.backends.microvm.record import MicrovmRecord
 from dsec.backends.vm import machine
 from dsec.backends.vm.backend import MachineBackend
 from dsec.backends.vm.capture import Below, Source
-from dsec.backends.vm.clones import awaken, check_network, check_same, disk_of, memory_of, processors_of
+from dsec.backends.vm.clones import awaken, check_same, disk_of, memory_of, processors_of
 from dsec.backends.vm.disks import check_layers, digest_of, has_blob, layer_binds
 from dsec.backends.vm.driver import DISK_NAME
 from dsec.backends.vm.drivers import Machine, VmDriver
@@ -288,7 +288,6 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
 def shape_of(instance: InstanceSpec, config: MicrovmConfig) -> Shape:
     """Raises UnsupportedError or InvalidArgumentError for what a microvm cannot give."""
     spec = instance.spec
-    check_network(spec)
     if instance.volumes:
         raise UnsupportedError("microvms have no volumes yet", hint="use backend='container'")
     if spec.memory_bytes < _MEMORY_BYTES_MIN:

@@ -19,7 +19,7 @@ import msgspec
 from dsec.backends.base import Capabilities, InstanceSpec, Intend, Layer, Probe
 from dsec.backends.steering import why_not_steered
 from dsec.backends.vm.capture import MachineCapture, SleepingCapture, Source
-from dsec.backends.vm.clones import Sized
+from dsec.backends.vm.clones import Sized, check_network
 from dsec.backends.vm.drivers import Machine
 from dsec.backends.vm.firecracker_capture import FirecrackerCapture
 from dsec.backends.vm.firecracker_machine import FirecrackerMachine
@@ -152,6 +152,7 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
             return await self._create(instance, intend, deadline_s)
 
     async def _create(self, instance: InstanceSpec, intend: Intend, deadline_s: float) -> I:
+        check_network(instance.spec, self._networks)
         wanted = await self._wanted(instance)
         cgroups = self._cgroups(instance.id, wanted.shape, instance.spec.cpu)
         uid = self._place.ids.take(holder(cgroups))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from collections.abc import Collection
 from typing import Any, Final, Protocol
 
 from dsec.agent.client import AgentClient
@@ -79,12 +80,10 @@ def check_same(had: Sized, spec: SandboxSpec) -> None:
         )
 
 
-def check_network(spec: SandboxSpec) -> None:
+def check_network(spec: SandboxSpec, networks: Collection[NetworkMode]) -> None:
     """Raises UnsupportedError."""
-    if spec.network not in (NetworkMode.NONE, NetworkMode.PROXIED):
-        raise UnsupportedError(
-            f"machines have no network mode {spec.network.value!r}", hint="use network='none' or 'proxied'"
-        )
+    if spec.network not in networks:
+        raise UnsupportedError(f"machines here have no network mode {spec.network.value!r}", hint="use network='none'")
 
 
 def processors_of(spec: SandboxSpec) -> int:

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from dsec.core.machines import ADDRESS, GATEWAY, PREFIX
 from dsec.wire.egress import NAMESERVER
 from dsec.wire.jail import JailFile, JailTap
 
 NET: Final = "198.18.0.0/24"
-ADDRESS: Final = "198.18.0.15"  # of the machine
-GATEWAY: Final = "198.18.0.2"
-PREFIX: Final = 24
 CARD: Final = "52:54:00:64:73:63"  # of templates; clones have their own (native/agent/src/machine.rs)
 
 # In the jail.
@@ -44,5 +42,6 @@ def resolver_file() -> JailFile:
 
 
 def tap() -> JailTap:
-    """Of Firecracker, which has no net of its own."""
-    return JailTap(TAP, GATEWAY, PREFIX, ADDRESS)
+    """Of Firecracker, which has no net of its own. Only the machine's address is behind it: all others stay in the
+    namespace."""
+    return JailTap(TAP, GATEWAY, 32, ADDRESS)
