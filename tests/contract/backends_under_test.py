@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from dsec.agent.client import AgentClient
@@ -219,12 +219,12 @@ def layer_of(root: Path) -> Layer:
     return Layer(digest=hashlib.sha256(str(root).encode()).hexdigest(), kind="directory", meta=str(root))
 
 
-BACKENDS: dict[str, Callable[[Path], BackendUnderTest]] = {
+BACKENDS: dict[str, Callable[..., BackendUnderTest]] = {
     "fake": _fake,
     "container": _container,
     "fake, claimed": _once_spare(_fake),
     "container, claimed": _once_spare(_container),
-    "firecracker": lambda directory: _microvm(directory, monitor="firecracker"),
+    "firecracker": partial(_microvm, monitor="firecracker"),
     "microvm": _microvm,
     "microvm, claimed": _once_spare(_microvm),
     "fullvm": _fullvm,

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from dsec.backends.vm.firecracker import PROGRAM
 from dsec.core.errors import HostError
 from tests.contract.agents_under_test import AgentUnderTest, contained_agent, fake_agent, real_agent
 from tests.contract.backends_under_test import BACKENDS, BackendUnderTest, layer_of
 from tests.contract.sdk_service import CuttingProxy, RunningService, cutting_proxy, running_service
+from tests.firecracker import Programs
+from tests.firecracker import programs as programs_of_firecracker
 from tests.system.container_images import make_root
 
 
@@ -52,7 +57,7 @@ async def under_test(request: pytest.FixtureRequest, short_tmp: Path) -> AsyncIt
         elif request.param == "real":
             yield await _real(stack, short_tmp)
         else:
-            backend = await _usable(stack, "container", short_tmp)
+            backend = await _usable(stack, BACKENDS["container"], "container", short_tmp)
             backend.layers = (layer_of(request.getfixturevalue("programs")),)
             yield await stack.enter_async_context(contained_agent(backend))
 
@@ -73,14 +78,25 @@ async def _real(stack: AsyncExitStack, directory: Path) -> AgentUnderTest:
         pytest.skip(error.message)
 
 
+@pytest.fixture(scope="session")
+def firecracker(request: pytest.FixtureRequest) -> Programs:
+    return programs_of_firecracker(request.config.cache.mkdir("firecracker"))
+
+
 @pytest.fixture(params=sorted(BACKENDS))
 async def backend(request: pytest.FixtureRequest, short_tmp: Path) -> AsyncIterator[BackendUnderTest]:
+    make = BACKENDS[request.param]
+    if request.param == "firecracker" and shutil.which(PROGRAM) is None:
+        program = request.getfixturevalue("firecracker").firecracker
+        make = partial(make, firecracker=str(program))
     async with AsyncExitStack() as stack:
-        yield await _usable(stack, request.param, short_tmp)
+        yield await _usable(stack, make, request.param, short_tmp)
 
 
-async def _usable(stack: AsyncExitStack, name: str, directory: Path) -> BackendUnderTest:
-    under_test = BACKENDS[name](directory)
+async def _usable(
+    stack: AsyncExitStack, make: Callable[..., BackendUnderTest], name: str, directory: Path
+) -> BackendUnderTest:
+    under_test = make(directory)
     stack.push_async_callback(under_test.close)
     probe = await under_test.backend.probe()
     if not probe.usable:

@@ -8,13 +8,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from dsec.backends.microvm.backend import MicrovmBackend
+from dsec.backends.microvm.config import MicrovmConfig
 from dsec.backends.vm.firecracker import find_firecracker
 from dsec.backends.vm.firecracker_driver import FirecrackerDriver
 from dsec.backends.vm.firecracker_machine import FirecrackerMachine
+from dsec.backends.vm.kernel import MODULES, PACKAGE
 from dsec.backends.vm.machine import Shape
 from dsec.backends.vm.monitor import Confines, MonitorProcess
 from dsec.backends.vm.templates import Template
+from dsec.core.ids import new_node_id
 from dsec.core.limits import MIB
+from dsec.testing.launchers import remove_cgroups
+from dsec.testing.leaks import Watched
 from dsec.testing.waiting import eventually
 from tests.firecracker import GuestMemory, Programs, tiny_kernel
 
@@ -92,6 +98,42 @@ class Site:
         finally:
             await process.end()
             process.forget()
+
+
+@asynccontextmanager
+async def backend_in(
+    directory: Path, found: Programs, *, boot_s: float = 120.0
+) -> AsyncIterator[tuple[MicrovmBackend, Watched]]:
+    """With a guest that nobody can talk to, on a host which a test has made say that it runs guests."""
+    kernel = directory / "cache" / f"{PACKAGE}=1"
+    (kernel / "modules").mkdir(parents=True)
+    (kernel / "vmlinux").write_bytes(tiny_kernel())
+    (kernel / "modules.order").write_text("")
+    (kernel / "wanted").write_text(" ".join(MODULES))
+    node = new_node_id()
+    config = MicrovmConfig(
+        run_dir=directory / "run",
+        state_dir=directory / "state",
+        id_dir=directory / "ids",
+        cache_dir=directory / "cache",
+        cgroup_parent=f"dsec-contract-{node}",
+        monitor="firecracker",
+        firecracker=str(found.firecracker),
+        boot_s=boot_s,
+    )
+    watched = Watched(
+        markers=(str(directory).encode(),),
+        cgroups=(config.cgroup_parent,),
+        directories=(directory / "run", directory / "state"),
+        lock_directories=(config.id_dir,),
+    )
+    config.templates_dir.mkdir(parents=True)
+    made = MicrovmBackend(config, node=node)
+    try:
+        yield made, watched
+    finally:
+        await made.close()
+        remove_cgroups(config.cgroup_parent)
 
 
 def monitor_of(sockets: Path) -> int:

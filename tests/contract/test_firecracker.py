@@ -17,13 +17,12 @@ import pytest
 
 from dsec.backends.microvm import monitors
 from dsec.backends.microvm.backend import MicrovmBackend
-from dsec.backends.microvm.config import MicrovmConfig
 from dsec.backends.vm import accelerator, firecracker_driver, network
 from dsec.backends.vm.accelerator import why_no_firecracker
 from dsec.backends.vm.firecracker import Firecracker, find_firecracker
 from dsec.backends.vm.firecracker_api import FaultError
 from dsec.backends.vm.firecracker_driver import FirecrackerDriver, drives_of, watch_memory
-from dsec.backends.vm.kernel import MODULES, PACKAGE, GuestKernel
+from dsec.backends.vm.kernel import GuestKernel
 from dsec.backends.vm.machine import Shape
 from dsec.backends.vm.monitor import MonitorProcess
 from dsec.backends.vm.qmp import MonitorError
@@ -32,7 +31,6 @@ from dsec.core.errors import DeadlineError, HostError, LaunchError, UnsupportedE
 from dsec.core.ids import new_node_id
 from dsec.core.spec import Substrate
 from dsec.testing.hosts import Intents, instance_spec
-from dsec.testing.launchers import remove_cgroups
 from dsec.testing.leaks import Watched, take_snapshot, wait_for_no_leaks
 from dsec.testing.waiting import eventually
 from dsec.wire.jail import JailBind
@@ -40,6 +38,7 @@ from tests.contract.firecracker_site import (
     SHAPE,
     UID,
     Site,
+    backend_in,
     driver_in,
     monitor_of,
     pids_of,
@@ -47,19 +46,14 @@ from tests.contract.firecracker_site import (
     readable,
     served_as,
 )
-from tests.firecracker import GuestMemory, Programs, programs, tiny_kernel
+from tests.firecracker import GuestMemory, Programs, tiny_kernel
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
 
 
-@pytest.fixture(scope="session")
-def found(request: pytest.FixtureRequest) -> Programs:
-    return programs(request.config.cache.mkdir("firecracker"))
-
-
 @pytest.fixture
-def driver(found: Programs, tmp_path: Path) -> FirecrackerDriver:
-    return driver_in(tmp_path, found)
+def driver(firecracker: Programs, tmp_path: Path) -> FirecrackerDriver:
+    return driver_in(tmp_path, firecracker)
 
 
 @pytest.fixture
@@ -280,9 +274,9 @@ def test_a_program_that_is_none_is_told(tmp_path: Path) -> None:
 
 
 async def test_our_jail_is_at_least_as_strict_as_firecracker_s_own(
-    driver: FirecrackerDriver, found: Programs, site: Site, short_tmp: Path
+    driver: FirecrackerDriver, firecracker: Programs, site: Site, short_tmp: Path
 ) -> None:
-    theirs = await asyncio.to_thread(jailed, found, short_tmp)
+    theirs = await asyncio.to_thread(jailed, firecracker, short_tmp)
     await site.make_template(driver)
 
     async with site.clone(driver) as (process, _, _):
@@ -383,7 +377,7 @@ def devices_of(pid: int) -> list[str]:
 
 @pytest.fixture
 async def backend(
-    found: Programs, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+    firecracker: Programs, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[MicrovmBackend, Watched]]:
     """On a host that claims to run guests, with one that never answers."""
 
@@ -391,33 +385,8 @@ async def backend(
         return None
 
     monkeypatch.setattr(monitors, "why_no_firecracker", claims)
-    kernel = short_tmp / "cache" / f"{PACKAGE}=1"
-    (kernel / "modules").mkdir(parents=True)
-    (kernel / "vmlinux").write_bytes(tiny_kernel())
-    (kernel / "modules.order").write_text("")
-    (kernel / "wanted").write_text(" ".join(MODULES))
-    node = new_node_id()
-    config = MicrovmConfig(
-        run_dir=short_tmp / "run",
-        state_dir=short_tmp / "state",
-        id_dir=short_tmp / "ids",
-        cache_dir=short_tmp / "cache",
-        cgroup_parent=f"dsec-contract-{node}",
-        monitor="firecracker",
-        firecracker=str(found.firecracker),
-        boot_s=1.0,
-    )
-    watched = Watched(
-        markers=(str(short_tmp).encode(),),
-        cgroups=(config.cgroup_parent,),
-        directories=(short_tmp / "run", short_tmp / "state"),
-        lock_directories=(config.id_dir,),
-    )
-    config.templates_dir.mkdir(parents=True)
-    made = MicrovmBackend(config, node=node)
-    yield made, watched
-    await made.close()
-    remove_cgroups(config.cgroup_parent)
+    async with backend_in(short_tmp, firecracker, boot_s=1.0) as made:
+        yield made
 
 
 async def test_a_guest_that_does_not_answer_is_no_sandbox_and_leaves_nothing(
@@ -448,16 +417,16 @@ async def test_a_create_that_is_cut_off_leaves_nothing(backend: tuple[MicrovmBac
 
 
 async def test_a_processor_that_runs_no_guests_is_told_and_not_tried_again(
-    found: Programs, short_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    firecracker: Programs, short_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until this machine is booted anew."""
     monkeypatch.setattr(accelerator, "_BOOT_S", 0.5)
     (tmp_path / "kernel").write_bytes(tiny_kernel())
     kernel = GuestKernel("tiny", tmp_path / "kernel", ())
-    firecracker = find_firecracker(str(found.firecracker))
+    program = find_firecracker(str(firecracker.firecracker))
 
-    reason = await why_no_firecracker(firecracker, kernel, cache=short_tmp)
-    again = await why_no_firecracker(Firecracker(Path("/none"), (1, 12), firecracker.text), kernel, cache=short_tmp)
+    reason = await why_no_firecracker(program, kernel, cache=short_tmp)
+    again = await why_no_firecracker(Firecracker(Path("/none"), (1, 12), program.text), kernel, cache=short_tmp)
 
     assert reason is not None
     assert "a guest does not run" in reason

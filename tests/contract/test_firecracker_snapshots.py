@@ -18,12 +18,11 @@ from dsec.backends.base import Keeps
 from dsec.backends.microvm import backend as microvm
 from dsec.backends.microvm import monitors
 from dsec.backends.microvm.backend import MicrovmBackend
-from dsec.backends.microvm.config import MicrovmConfig
 from dsec.backends.vm.capture import Source
+from dsec.backends.vm.firecracker_api import FirecrackerApi
 from dsec.backends.vm.firecracker_capture import FirecrackerCapture
 from dsec.backends.vm.firecracker_driver import FirecrackerDriver
 from dsec.backends.vm.firecracker_machine import FirecrackerMachine
-from dsec.backends.vm.kernel import MODULES, PACKAGE
 from dsec.backends.vm.qmp import MonitorError
 from dsec.backends.vm.saved import SavedMachines, SavedManifest
 from dsec.backends.vm.templates import DISK, RAM, STATE
@@ -31,25 +30,19 @@ from dsec.core.errors import DeadlineError, SandboxFaultError, UnsupportedError
 from dsec.core.ids import new_node_id
 from dsec.core.spec import Substrate
 from dsec.testing.hosts import Intents, instance_spec
-from dsec.testing.launchers import remove_cgroups
 from dsec.testing.leaks import Watched, take_snapshot, wait_for_no_leaks
 from dsec.testing.waiting import eventually
-from tests.contract.firecracker_site import SHAPE, UID, Site, driver_in, programs_of, readable, served_as
-from tests.firecracker import GuestMemory, Programs, programs, tiny_kernel
+from tests.contract.firecracker_site import SHAPE, UID, Site, backend_in, driver_in, programs_of, readable, served_as
+from tests.firecracker import GuestMemory, Programs
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
 
 STAND_S = 60.0
 
 
-@pytest.fixture(scope="session")
-def found(request: pytest.FixtureRequest) -> Programs:
-    return programs(request.config.cache.mkdir("firecracker"))
-
-
 @pytest.fixture
-def driver(found: Programs, tmp_path: Path) -> FirecrackerDriver:
-    return driver_in(tmp_path, found)
+def driver(firecracker: Programs, tmp_path: Path) -> FirecrackerDriver:
+    return driver_in(tmp_path, firecracker)
 
 
 @pytest.fixture
@@ -133,6 +126,63 @@ async def test_a_machine_goes_on_from_where_it_was_written_down(
 
     await eventually(lambda: programs_of(UID) == [])
     saved.get(id, driver.identity)  # none of them has changed it
+
+
+async def test_where_writes_are_noted_only_they_are_written_and_each_snapshot_is_whole(
+    driver: FirecrackerDriver, site: Site, saved: SavedMachines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: list[str] = []
+    put = FirecrackerApi.put
+
+    async def told(api: FirecrackerApi, path: str, body: dict[str, Any], *, timeout_s: float = STAND_S) -> None:
+        kinds.extend([body["snapshot_type"]] if path == "/snapshot/create" else [])
+        await put(api, path, body, timeout_s=timeout_s)
+
+    def too_late(*_: object) -> int:
+        raise DeadlineError("what was written could not be copied in time")
+
+    await site.make_template(driver)
+    monkeypatch.setattr(FirecrackerApi, "put", told)
+    noting = replace(driver, differences=True)
+    made: list[tuple[str, int]] = []
+    async with site.clone(noting) as (process, machine, _):
+        memory = GuestMemory(process.pid, SHAPE.memory_bytes)
+
+        async def snapshot() -> None:
+            start = memory.rounds
+            await eventually(lambda: memory.rounds > start)
+            await machine.pause(timeout_s=STAND_S)
+            stopped = memory.rounds
+            id = await written(capture_of(saved, site, noting, machine, process.pid, whole=True), saved)
+            made.append((id, stopped))
+            await machine.resume(timeout_s=STAND_S)
+
+        await snapshot()
+        await snapshot()
+        await machine.pause(timeout_s=STAND_S)
+        cut = capture_of(saved, site, noting, machine, process.pid, whole=True)
+        await cut.look()
+        monkeypatch.setattr(cut, "_take", too_late)
+        with pytest.raises(DeadlineError):
+            await cut.take(within_s=STAND_S)
+        await cut.close()
+        await machine.resume(timeout_s=STAND_S)
+        await snapshot()
+        await snapshot()
+        saved.remove(made.pop()[0])
+        await snapshot()
+
+    # What differs is not known after one that was cut off, and there is nothing to differ from after the last was lost.
+    assert kinds == ["Diff", "Diff", "Diff", "Full", "Diff", "Full"]
+    for id, stopped in made:
+        kept = saved.get(id, driver.identity)
+        async with site.clone(driver, kept.template) as (other, _, _):
+            again = GuestMemory(other.pid, SHAPE.memory_bytes)
+            assert await readable(again) >= stopped
+            more = again.rounds
+            await eventually(lambda memory=again, more=more: memory.rounds > more)
+            assert again.wrong == 0
+    await eventually(lambda: programs_of(UID) == [])
 
 
 @pytest.mark.slow
@@ -250,7 +300,7 @@ class Agentless:
 
 @pytest.fixture
 async def backend(
-    found: Programs, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+    firecracker: Programs, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[MicrovmBackend, Watched]]:
     """On a host that claims to run guests; nobody talks to them."""
 
@@ -263,32 +313,8 @@ async def backend(
     monkeypatch.setattr(monitors, "why_no_firecracker", claims)
     monkeypatch.setattr(microvm, "awaken", claims)
     monkeypatch.setattr(microvm.AgentClient, "connect", agent)
-    kernel = short_tmp / "cache" / f"{PACKAGE}=1"
-    (kernel / "modules").mkdir(parents=True)
-    (kernel / "vmlinux").write_bytes(tiny_kernel())
-    (kernel / "modules.order").write_text("")
-    (kernel / "wanted").write_text(" ".join(MODULES))
-    node = new_node_id()
-    config = MicrovmConfig(
-        run_dir=short_tmp / "run",
-        state_dir=short_tmp / "state",
-        id_dir=short_tmp / "ids",
-        cache_dir=short_tmp / "cache",
-        cgroup_parent=f"dsec-contract-{node}",
-        monitor="firecracker",
-        firecracker=str(found.firecracker),
-    )
-    watched = Watched(
-        markers=(str(short_tmp).encode(),),
-        cgroups=(config.cgroup_parent,),
-        directories=(short_tmp / "run", short_tmp / "state"),
-        lock_directories=(config.id_dir,),
-    )
-    config.templates_dir.mkdir(parents=True)
-    made = MicrovmBackend(config, node=node)
-    yield made, watched
-    await made.close()
-    remove_cgroups(config.cgroup_parent)
+    async with backend_in(short_tmp, firecracker) as made:
+        yield made
 
 
 @pytest.mark.slow

@@ -8,17 +8,11 @@ Makes DIRECTORY/0, DIRECTORY/1, … and prints for each what it changed last; th
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 from pathlib import Path
-from typing import Any, Final
 
+from dsec.testing.kills import STEPS_MAX, killed_before
 from tests.fault.test_node_collecting import Site
-
-# What changes a disk, as the interpreter tells it just before.
-_CHANGES: Final = frozenset({"os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate"})
-_STEPS_MAX: Final = 500
 
 
 class KilledSite(Site):
@@ -43,35 +37,11 @@ class KilledSite(Site):
 def run_and_be_killed(directory: Path, step: int) -> str:
     """What the collection was about to do when it was killed; empty when it came to its end."""
     site = KilledSite(directory)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        changes = 0
-
-        def watch(event: str, arguments: tuple[Any, ...]) -> None:
-            nonlocal changes
-            if event in _CHANGES:
-                changes += 1
-                if changes > step:
-                    os.write(writing, event.encode())
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        try:
-            sys.addaudithook(watch)
-            asyncio.run(site.collector().collect())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as told:
-        event = told.read()
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) is bool(event), status
-    return event
+    return killed_before(step, lambda: asyncio.run(site.collector().collect()))
 
 
 def main() -> int:
-    for step in range(_STEPS_MAX):
+    for step in range(STEPS_MAX):
         event = run_and_be_killed(Path(sys.argv[1]) / str(step), step)
         print(event, flush=True)
         if not event:

@@ -159,9 +159,9 @@ class Place:
         command = [find_binary("dsec-launch"), "--run", self.run, "--agent", find_binary("dsec-agent"), *arguments]
         subprocess.run(command, check=True, timeout=60, stdin=subprocess.DEVNULL, start_new_session=True)
 
-    def start_process(self, *verb: str) -> subprocess.Popen[bytes]:
+    def start_process(self, *verb: str, before: str = "") -> subprocess.Popen[bytes]:
         """`dsec up` of this place in a process of its own, or another `verb` and its options. It may not be ready yet:
-        see `ready`."""
+        see `ready`. `before`: a program that runs in the process first."""
         config = self.directory / "dsec.toml"
         node = {"disk_free_bytes_min": 0, **self.settings.get("node", {})}
         lines = ["[container]", f'id_dir = "{self.ids}"', f'cgroup_parent = "{self.name}"', "[node]"]
@@ -170,7 +170,9 @@ class Place:
             if isinstance(table, dict):
                 lines += [f"[node.{name}]", *(f"{key} = {value!r}" for key, value in table.items())]
         config.write_text("\n".join((*lines, self.more)))
-        command = [*self.wrap, sys.executable, "-m", "dsec.serve", *(verb or ("up",)), "--config", str(config)]
+        started = f"{before}\nimport runpy; runpy.run_module('dsec.serve', run_name='__main__', alter_sys=True)"
+        program = ["-c", started] if before else ["-m", "dsec.serve"]
+        command = [*self.wrap, sys.executable, *program, *(verb or ("up",)), "--config", str(config)]
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [*command, "--run-dir", str(self.run), "--state-dir", str(self.state)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,8 @@ from tests.system.container_place import Place, private_place, served
 from tests.system.test_microvms import COUNT, create, instance_of
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
+
+SYNC = "python3 -c 'import os; os.sync()'"
 
 
 async def test_kill_9_of_the_node_wakes_nobody_and_a_reboot_ends_nobody_who_sleeps(small_store: Path) -> None:
@@ -77,6 +80,32 @@ async def test_a_snapshot_that_is_copied_to_another_node_goes_on_there(small_sto
                 shutil.rmtree(manifest.parent)
                 with pytest.raises(errors.LaunchError, match="is not on this node"):
                     await client.create(snapshot=snapshot.id, timeout_s=60)
+
+
+async def test_what_a_microvm_has_written_is_a_file_for_other_programs(small_store: Path) -> None:
+    with private_place(small_store) as place:
+        async with served(place) as (service, client):
+            probe = await service.node.backends[Substrate.MICROVM].probe()
+            if not probe.usable:
+                pytest.skip(f"microvm: {probe.reason}")
+            async with await create(client) as sb:
+                await sb.exec(f"echo first > /note; {SYNC}", check=True)
+                first = await sb.snapshot()
+                async with await client.create(snapshot=first.id, timeout_s=240) as above:
+                    await above.exec(f"echo second > /note; {SYNC}", check=True)
+                    second = await above.snapshot()
+            for snapshot, format, expected in ((first, "raw", "first\n"), (second, "qcow2", "second\n")):
+                file = place.directory / format
+                made = await client.machines.export_snapshot(snapshot.id, file, format=format)
+                assert made.used_bytes < made.disk_bytes
+                if format != "raw":
+                    command = ["qemu-img", "convert", "-f", format, "-O", "raw", file, place.directory / "whole"]
+                    await asyncio.to_thread(subprocess.run, command, check=True, timeout=120)
+                    file = place.directory / "whole"
+                read = ["debugfs", "-R", "cat /upper/note", file]
+                found = await asyncio.to_thread(subprocess.run, read, check=True, capture_output=True, timeout=60)
+                assert found.stdout.decode() == expected
+                await snapshot.remove()
 
 
 async def test_a_machine_goes_on_from_snapshot_to_snapshot_without_end(small_store: Path) -> None:
@@ -176,6 +205,67 @@ async def test_kill_9_of_the_node_at_any_moment_leaves_the_machine_and_no_half_o
             for snapshot in await client.snapshots.list():
                 await snapshot.remove()
             await sandbox.destroy()
+            await eventually(partial(_nothing_is_left, place))
+
+
+# So few that three snapshots are enough; and the node ends where it is told to.
+SHORT = """
+import os, signal
+from dsec.core import faults, limits
+limits.MACHINE_OVERLAYS_MAX, limits.MACHINE_OVERLAYS_KEPT = 2, 1
+def ended(point):
+    if point == {point!r}:
+        os.kill(os.getpid(), signal.SIGKILL)
+merges = []
+def hook(name):
+    if name == "vm.merge":
+        merges.append(name)
+    if merges:
+        ended(name)
+faults.install_hook(hook)
+"""
+
+
+@pytest.mark.parametrize("point", ["vm.merge", "vm.merge.tables", "vm.saved.finish"])
+async def test_kill_9_of_the_node_while_snapshots_become_one_loses_nothing_and_leaves_nothing(
+    small_store: Path, point: str
+) -> None:
+    with private_place(small_store) as place:
+        place.start_process(before=SHORT.format(point=point))
+        async with AsyncClient(place.url) as client:
+            await place.ready(client)
+            try:
+                sandbox = await create(client)
+            except errors.UnsupportedError as error:
+                pytest.skip(f"microvm: {error.message}")
+            for number in range(2):
+                await sandbox.exec(f"echo {number} > /n{number}", check=True)
+                snapshot = await sandbox.snapshot(f"s{number}")
+                above = await client.create(snapshot=snapshot.id, timeout_s=240)
+                await sandbox.destroy()
+                sandbox = above
+            await sandbox.exec("echo 2 > /n2; echo in memory > /dev/shm/kept", check=True)
+            asked = asyncio.create_task(sandbox.snapshot("s2"))
+            await asyncio.to_thread(place.processes[-1].wait, 120)
+            assert place.processes[-1].returncode == -signal.SIGKILL
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            place.start_process(before=SHORT.format(point="none"))
+            await place.ready(client)
+
+            sandbox = await client.connect(sandbox.id)
+            assert (await sandbox.exec("cat /n0 /n1 /n2 /dev/shm/kept")).stdout == "0\n1\n2\nin memory\n"
+            assert [found.info.name for found in await client.snapshots.list()] == ["s0", "s1"]
+            await eventually(partial(_nothing_is_left, place))
+            for start in ("s1", (await sandbox.snapshot("s2")).id):
+                made = await client.create(snapshot=start, timeout_s=240)
+                assert (await made.exec("cat /n0 /n1")).stdout == "0\n1\n"
+                await made.destroy()
+            saved = json.loads((_saved_of(place, start) / "manifest.json").read_text())
+            assert (saved["overlays"], bool(saved["merged"])) == (2, True)
+            await sandbox.destroy()
+            for snapshot in await client.snapshots.list():
+                await snapshot.remove()
             await eventually(partial(_nothing_is_left, place))
 
 

@@ -21,6 +21,7 @@ from dsec.backends.vm.kernel import GuestKernel
 from dsec.backends.vm.machine import Drive, Persistent, Shape
 from dsec.core.errors import InvalidArgumentError, UnsupportedError
 from dsec.core.limits import GIB, MIB
+from dsec.image.erofs import mkfs_program
 
 SHAPE = Shape(processors=1, memory_bytes=256 * MIB, disk_bytes=GIB, pids=100, layers=(("a" * 64, True),))
 
@@ -74,6 +75,26 @@ def test_layers_are_copied_once_to_sizes_that_can_be_mapped(tmp_path: Path, rng:
     assert {digest_of(file) for file in files} == {layer.digest}
     assert sorted(path.name for path in images.iterdir()) == [f"{layer.digest}.blob.pmem", f"{layer.digest}.meta.pmem"]
     assert [bind.source for bind in layer_binds((layer,), images)] == [str(meta), str(blob)]
+
+
+@pytest.mark.skipif(mkfs_program() is None, reason="needs mkfs.erofs (apt-get install erofs-utils)")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_layer_that_is_a_directory_becomes_the_same_image_wherever_it_is_made(
+    tmp_path: Path, persistent: bool
+) -> None:
+    root = tmp_path / "layer"
+    root.mkdir()
+    (root / "file").write_text("content")
+    os.utime(root / "file", (1, 1))
+    os.utime(root, (2, 2))
+    layer = Layer("d" * 64, "directory", str(root))
+
+    made = [layer_binds((layer,), tmp_path / name, persistent=persistent)[0] for name in ("one", "other")]
+    assert layer_binds((layer,), tmp_path / "one", persistent=persistent)[0] == made[0]
+
+    contents = [Path(bind.source).read_bytes() for bind in made]
+    assert contents[0] == contents[1]
+    assert contents[0][1024:1028] == b"\xe2\xe1\xf5\xe0", "the magic number of EROFS"
 
 
 def test_a_device_of_another_kind_is_refused(tmp_path: Path) -> None:

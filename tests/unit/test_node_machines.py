@@ -105,7 +105,7 @@ async def test_only_who_is_on_the_node_has_its_files_written(node: NodeClient, t
     for request in (image, snapshot):
         with pytest.raises(ForbiddenError):
             await node.call(Method.MACHINE_EXPORT, request, DiskFile)
-    with pytest.raises(UnsupportedError, match="no snapshot of a full machine"):
+    with pytest.raises(UnsupportedError, match="no snapshot of a machine"):
         await local(node).call(Method.MACHINE_EXPORT, snapshot, DiskFile)
     with pytest.raises(NotFoundError):
         await local(node).call(Method.MACHINE_EXPORT, msgspec.structs.replace(snapshot, snapshot="none"), DiskFile)

@@ -58,22 +58,27 @@ class MachineDisk:
 
 
 @runtime_checkable
-class HasDisks(HasImages, Protocol):
-    """And whose disks may be made of layers."""
+class SavesDisks(Protocol):
+    """A backend of machines that are written down, with their disks."""
 
     @property
     def jail_root(self) -> Path:
         """An empty directory that jails mount their own root at."""
         ...
 
-    def written(self, id: str) -> AbstractAsyncContextManager[tuple[MachineImage, list[Path]]]:
-        """The image that an instance began as, and its files above that, lowest first, which are there while the block
-        runs. Raises ConflictError (one of them is gone), GoneError."""
-        ...
-
     def machine_disk(self, id: str) -> AbstractContextManager[MachineDisk]:
         """What the disk of a machine that was written down is made of; all of it is there, and as it was
         written, while the block runs. Blocking. Raises StorageError."""
+        ...
+
+
+@runtime_checkable
+class HasDisks(HasImages, SavesDisks, Protocol):
+    """And whose disks may be made of layers."""
+
+    def written(self, id: str) -> AbstractAsyncContextManager[tuple[MachineImage, list[Path]]]:
+        """The image that an instance began as, and its files above that, lowest first, which are there while the block
+        runs. Raises ConflictError (one of them is gone), GoneError."""
         ...
 
     def image_of(self, environment: Environment) -> MachineImage:

@@ -35,8 +35,9 @@ MACHINES: Final[dict[str, Page]] = {
         "a DiskFile record",
     ),
     "snapshot export": Page(
-        "Of a full machine, as after a power cut at that moment. A file of the node that is not there yet; what is "
-        "empty takes no room. It needs qemu-img.",
+        "Of a machine, as after a power cut at that moment (`sync` inside before). Of a microvm it is the disk that it "
+        "writes to: ext4, with what differs from its environment in `upper`. A file of the node that is not there "
+        "yet; what is empty takes no room. It needs qemu-img.",
         (("dsec snapshot export ready /srv/ready.img", "the disk as it was then"),),
         "a DiskFile record",
     ),

@@ -198,7 +198,7 @@ def export(
     format: Annotated[str, typer.Option(metavar="NAME", help="raw or qcow2.")] = "raw",
     json: Json = False,
 ) -> None:
-    """Write the disk of a full machine's snapshot into a file."""
+    """Write the disk of a machine's snapshot into a file."""
     check_disk_format(format)
 
     async def work() -> None:

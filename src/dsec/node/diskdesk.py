@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dsec.backends.machines import HasDisks, HasImages, MachineDisk
+from dsec.backends.machines import HasDisks, HasImages, MachineDisk, SavesDisks
 from dsec.core.errors import ConflictError, DsecError, StorageError, UnsupportedError
 from dsec.core.spec import Substrate
 from dsec.node.loading import traces_of
@@ -141,38 +141,40 @@ class DiskDesk:
         snapshots = self._node.snapshots
         row = snapshots.find(request.snapshot, project=project_seen(caller), own=caller.project)
         backend = self._node.backends.get(row.spec.substrate)
-        if not row.machine or not isinstance(backend, HasDisks):
+        if not row.machine or not isinstance(backend, SavesDisks):
             raise UnsupportedError(
-                "that is no snapshot of a full machine, and has no disk that would be whole without memory and layers",
+                "that is no snapshot of a machine, and has no disk",
                 hint="create a sandbox from it, and take its files: `dsec cp`",
             )
         with snapshots.keeping(row.info.id):
 
             def work() -> DiskFile:
                 with backend.machine_disk(row.machine) as disk:
-                    return self._export_disk(disk, request)
+                    return self._export_disk(disk, request, backend.jail_root)
 
             return await _told(work)
 
     def _export_image(self, request: DiskExport) -> DiskFile:
-        image = self._backend().images.get(request.image or "")
-        manifest = image.manifest
-        below = (image.disk,) if image.disk.exists() else ()
-        return self._export_disk(MachineDisk(below, manifest.layers, (), manifest.format, manifest.disk_bytes), request)
-
-    def _export_disk(self, disk: MachineDisk, request: DiskExport) -> DiskFile:
-        from dsec.backends.fullvm.exporting import DiskFiles, export
-
-        disks, backend = self._node.environments.disks(), self._backend()
+        backend = self._backend()
         if not isinstance(backend, HasDisks):
             raise UnsupportedError("disks of this node's machines cannot be read")
+        image = backend.images.get(request.image or "")
+        manifest = image.manifest
+        below = (image.disk,) if image.disk.exists() else ()
+        disk = MachineDisk(below, manifest.layers, (), manifest.format, manifest.disk_bytes)
+        return self._export_disk(disk, request, backend.jail_root)
+
+    def _export_disk(self, disk: MachineDisk, request: DiskExport, root: Path) -> DiskFile:
+        from dsec.backends.fullvm.exporting import DiskFiles, export
+
+        disks = self._node.environments.disks()
         with ExitStack() as held:
             held.enter_context(disks.layers.lease(list(disk.layers)))
             files = [*disk.below, *(disks.file(digest) for digest in disk.layers), *disk.above]
             work = held.enter_context(disks.layers.staging()) / "export"
             work.mkdir(mode=0o700)
             found = DiskFiles([str(file) for file in files], disk.format, disk.size_bytes)
-            used = export(found, Path(request.path), format=request.format, work=work, root=backend.jail_root)
+            used = export(found, Path(request.path), format=request.format, work=work, root=root)
         return DiskFile(path=request.path, format=request.format, disk_bytes=disk.size_bytes, used_bytes=used)
 
     def _check_room(self) -> None:

@@ -154,7 +154,8 @@ class AsyncMachines:
         return await self._export(DiskExport(image=name, path=str(Path(path).absolute()), format=format))
 
     async def export_snapshot(self, snapshot: str, path: str | PathLike[str], *, format: str) -> DiskFile:
-        """As `export`, of a snapshot of a full machine, by name or id: the disk as after a power cut at that moment."""
+        """As `export`, of a machine's snapshot, by name or id: the disk as after a power cut at that moment. Of a
+        microvm the one that it writes to: ext4, with what differs from its environment in `upper`."""
         return await self._export(DiskExport(snapshot=snapshot, path=str(Path(path).absolute()), format=format))
 
     async def _export(self, request: DiskExport) -> DiskFile:

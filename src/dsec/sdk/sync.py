@@ -707,7 +707,8 @@ class Machines(Blocking[AsyncMachines]):
         return portal().run(self._async.export(name, path, format=format))
 
     def export_snapshot(self, snapshot: str, path: str | PathLike[str], *, format: str) -> DiskFile:
-        """As `export`, of a snapshot of a full machine, by name or id: the disk as after a power cut at that moment."""
+        """As `export`, of a machine's snapshot, by name or id: the disk as after a power cut at that moment. Of a
+        microvm the one that it writes to: ext4, with what differs from its environment in `upper`."""
         return portal().run(self._async.export_snapshot(snapshot, path, format=format))
 
     def trace(self, name: str) -> EnvironmentTrace:

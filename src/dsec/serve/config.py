@@ -228,6 +228,7 @@ class MicrovmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     monitor: str = "auto"  # "firecracker", "qemu", "auto": Firecracker where it is and guests run on the processor
     firecracker: str = "firecracker"  # a name in PATH, or a path
     memory: str = "mapped"  # of clones under Firecracker: "mapped" from the template, "served" page by page
+    diff_snapshots: bool = False  # Firecracker notes what guests write: snapshots stop them less; they are slower
     qemu: str = "qemu-system-x86_64"  # a name in PATH, or a path
     accelerator: str = "auto"  # "kvm", "tcg" (emulated: slow, a lesser boundary), "auto": kvm if it works
     kernel: str = "linux-image-6.12-cloud-amd64"  # Debian package that the guests' kernel comes from
@@ -246,6 +247,7 @@ class MicrovmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             "monitor": self.monitor,
             "firecracker": self.firecracker,
             "memory": self.memory,
+            "diff_snapshots": self.diff_snapshots,
             "qemu": self.qemu,
             "accelerator": self.accelerator,
             "kernel": self.kernel,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -218,11 +218,12 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
             more=msgspec.to_builtins(wanted.image.manifest),
         )
 
-    @contextmanager
-    def machine_disk(self, id: str) -> Iterator[MachineDisk]:
-        with self.saved.held(id):
-            needs = self.saved.get(id, {}, whole=False).manifest.needs  # no monitor goes on with it
-            yield _disk_of(self.saved.get(id, needs))
+    def _disk_of(self, saved: SavedMachine) -> MachineDisk:
+        image = MachineImage(saved.id, saved.directory, msgspec.convert(saved.manifest.more, Manifest))
+        below = (image.disk,) if image.disk.exists() else ()
+        above = tuple(saved.directory / name for name in (machine.DISK_NAME, *saved.template.overlays))
+        size = msgspec.convert(saved.manifest.shape, Shape).disk_bytes
+        return MachineDisk(below, image.manifest.layers, above, image.manifest.format, size)
 
     def _needs(self, facts: _Facts) -> dict[str, str]:
         return facts.identity
@@ -343,12 +344,6 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
             raise ConflictError("the image that the machine began as has been removed")
         return found
 
-    @property
-    def jail_root(self) -> Path:
-        """An empty directory that jails mount their own root at."""
-        self._place.root.mkdir(mode=0o700, parents=True, exist_ok=True)  # no machine may have been made yet
-        return self._place.root
-
     # ---- what is there ---------------------------------------------------------------------------
 
     def _size(self, record: FullvmRecord) -> Shape:
@@ -391,14 +386,6 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
             task.cancel()
         await asyncio.gather(*self._booting, return_exceptions=True)
         await super().close()
-
-
-def _disk_of(saved: SavedMachine) -> MachineDisk:
-    image = MachineImage(saved.id, saved.directory, msgspec.convert(saved.manifest.more, Manifest))
-    below = (image.disk,) if image.disk.exists() else ()
-    above = tuple(saved.directory / name for name in (machine.DISK_NAME, *saved.template.overlays))
-    size = msgspec.convert(saved.manifest.shape, Shape).disk_bytes
-    return MachineDisk(below, image.manifest.layers, above, image.manifest.format, size)
 
 
 def _kind(instance: InstanceSpec, wanted: _Wanted) -> bytes:

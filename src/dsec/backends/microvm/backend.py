@@ -12,6 +12,7 @@ import msgspec
 
 from dsec.agent.client import AgentClient
 from dsec.backends.base import Capabilities, Instance, InstanceSpec, Keeps, Layer, Probe, Weakness
+from dsec.backends.machines import MachineDisk
 from dsec.backends.microvm.config import MicrovmConfig
 from dsec.backends.microvm.instance import MicrovmInstance
 from dsec.backends.microvm.monitors import choose_monitor, control_of, with_card
@@ -173,6 +174,12 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
 
     def _needs(self, facts: _Facts) -> dict[str, str]:
         return {**facts.driver.identity, "machine": str(machine.GENERATION)}
+
+    def _disk_of(self, saved: SavedMachine) -> MachineDisk:
+        """What it has written, above layers that it only reads; under Firecracker in one file."""
+        above = tuple(saved.directory / name for name in saved.template.overlays)
+        size = msgspec.convert(saved.manifest.shape, Shape).disk_bytes
+        return MachineDisk((saved.directory / DISK,), (), above, "raw", size)
 
     def _source(self, record: MicrovmRecord, origin: Path, overlays: int) -> Source:
         assert self._facts is not None

@@ -28,6 +28,7 @@ class MicrovmConfig:
     monitor: str = "auto"  # "firecracker", "qemu", "auto": Firecracker where it is and works
     firecracker: str = firecracker.PROGRAM
     memory: str = "mapped"  # of clones under Firecracker: "mapped" from the template, "served" page by page
+    diff_snapshots: bool = False  # Firecracker notes what guests write: snapshots stop them less; they are slower
     qemu: str = qemu.PROGRAM
     accelerator: str = "auto"  # "kvm", "tcg" (emulated: slow, and no security boundary of the same quality), "auto"
     kernel: str = kernel.PACKAGE  # Debian package

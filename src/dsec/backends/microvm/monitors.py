@@ -63,6 +63,7 @@ async def choose_monitor(config: MicrovmConfig) -> Chosen:
             initramfs,
             served=config.memory == "served",
             persistent=config.layer_device == "pmem",
+            differences=config.diff_snapshots,
         )
         processor, weak = "kvm", {}
     else:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
 from dsec.backends.base import Capabilities, InstanceSpec, Intend, Layer, Probe
+from dsec.backends.machines import MachineDisk
 from dsec.backends.steering import why_not_steered
 from dsec.backends.vm.capture import MachineCapture, SleepingCapture, Source
 from dsec.backends.vm.clones import Sized, check_network
@@ -209,6 +210,20 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
         return self._place.cgroups(name, processors=shape.processors, memory_bytes=shape.memory_bytes, cpu=cpu)
 
     # ---- saved machines ----------------------------------------------------------------------------
+
+    @property
+    def jail_root(self) -> Path:
+        self._place.root.mkdir(mode=0o700, parents=True, exist_ok=True)  # no machine may have been made yet
+        return self._place.root
+
+    @contextmanager
+    def machine_disk(self, id: str) -> Iterator[MachineDisk]:
+        with self.saved.held(id):
+            needs = self.saved.get(id, {}, whole=False).manifest.needs  # no monitor goes on with it
+            yield self._disk_of(self.saved.get(id, needs))
+
+    @abstractmethod
+    def _disk_of(self, saved: SavedMachine) -> MachineDisk: ...
 
     def control(self, record: R) -> Machine:
         """Of one that runs."""

@@ -20,6 +20,7 @@ LAYERS_MAX: Final = 12
 _PMEM_BYTES: Final = 2 * MIB  # what a processor maps at once
 _LOADER: Final = "/proc/"  # files that it serves are where only it is
 _MAKE_S: Final = 1_800
+_NO_UUID: Final = "00000000-0000-0000-0000-000000000000"  # which mkfs.erofs before 1.6 knows by no name
 _ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
 
@@ -136,7 +137,7 @@ def _image_of(layer: Layer, images: Path, *, flat: bool = False) -> Path:
         # The image's time is fixed, each file keeps its own.
         times = ["-T0", "--mkfs-time"] if "--mkfs-time" in features(program) else ["--preserve-mtime"]
         times += ["-Enoinline_data"] if flat else []
-        _run(program, *times, "-U", "clear", str(early), layer.meta, missing="")
+        _run(program, *times, "-U", _NO_UUID, str(early), layer.meta, missing="")
         early.rename(target)
     return target
 

@@ -27,7 +27,7 @@ from dsec.backends.vm.disks import copy_disk, drop_holes, make_disk
 from dsec.backends.vm.drivers import said_by, said_on
 from dsec.backends.vm.firecracker import Firecracker
 from dsec.backends.vm.firecracker_api import FirecrackerApi
-from dsec.backends.vm.firecracker_machine import AGENT_PORT, API, VSOCK, FirecrackerMachine
+from dsec.backends.vm.firecracker_machine import AGENT_PORT, API, VSOCK, FirecrackerMachine, WrittenMemory
 from dsec.backends.vm.initramfs import plan_text, with_plan
 from dsec.backends.vm.machine import Shape
 from dsec.backends.vm.monitor import Confines, MonitorProcess, jail_plan, start_ticks
@@ -71,6 +71,7 @@ class FirecrackerDriver:
     initramfs: Path
     served: bool = False  # memory of clones by `dsec-pages`, not by mapping the file
     persistent: bool = False  # layers are memory to the guest, not disks; from 1.14
+    differences: bool = False  # the monitor notes what clones write, for their snapshots
     name: ClassVar[str] = "firecracker"
     memory_mode: ClassVar[int] = 0o444
 
@@ -216,11 +217,16 @@ class FirecrackerDriver:
                 pages = await _serve_pages(template, confines)
                 backend = {"backend_type": "Uffd", "backend_path": f"{machine.SOCKETS}/{_SERVED}"}
             load = {"snapshot_path": f"{machine.TEMPLATE}/{STATE}", "mem_backend": backend, "resume_vm": not stand}
+            if self.differences:
+                load["enable_diff_snapshots"] = True
             await found.api.put("/snapshot/load", load, timeout_s=_SAVE_S)
+            if self.differences:
+                found.notes_writes = True
+                found.differs_from = WrittenMemory.of(template.directory / RAM)
         except BaseException as error:
             if pages is not None:
                 await asyncio.shield(pages.end())
-            if isinstance(error, (MonitorError, DeadlineError, TimeoutError)):
+            if isinstance(error, (MonitorError, DeadlineError, TimeoutError, OSError)):
                 message = error.message if isinstance(error, DsecError) else "it did not come up in time"
                 raise LaunchError(said_by(f"a clone did not start: {message}", process), step="clone") from error
             raise
