@@ -156,9 +156,9 @@ class DiskDesk:
 
     def _export_image(self, request: DiskExport) -> DiskFile:
         backend = self._backend()
+        image = backend.images.get(request.image or "")
         if not isinstance(backend, HasDisks):
             raise UnsupportedError("disks of this node's machines cannot be read")
-        image = backend.images.get(request.image or "")
         manifest = image.manifest
         below = (image.disk,) if image.disk.exists() else ()
         disk = MachineDisk(below, manifest.layers, (), manifest.format, manifest.disk_bytes)
