@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
-from dsec.api.explaining import cap_verdict, node_verdicts
+from dsec.api.explaining import cap_verdict, caps_together, group_places, node_verdicts
 from dsec.cluster.fleet import Fleet
 from dsec.cluster.rpc import Rpc
 from dsec.core.errors import DsecError, ForbiddenError, Outcome, QuotaError, UnavailableError
@@ -19,13 +19,15 @@ from dsec.iam.policies import check_policies, check_ttl
 from dsec.iam.view import Rules
 from dsec.wire.codec import pack, unpack
 from dsec.wire.errors import body_of
+from dsec.wire.groups import GroupRequest, create_request
 from dsec.wire.iam import Holdings, HoldingsQuery
 from dsec.wire.node import Caller, Method, Right
-from dsec.wire.plans import CreatePlan, Explanation, PlanRequest
+from dsec.wire.plans import CreatePlan, Explanation, GroupExplanation, PlanRequest
 from dsec.wire.records import CreateRequest, Sandbox, SandboxRef
 from dsec.wire.snapshots import Fork
 
 _TIMEOUT_S: Final = 10.0
+_EXPLAINED_AT_ONCE: Final = 4  # members of a group: of each all nodes are asked
 _ABSENT_S: Final = 5.0
 _HOLDINGS_S: Final = 3.0  # a node that does not say what it has holds up creates of capped projects, not longer
 # Within one process: a create whose caller was told nothing is among what the node has, or will never be.
@@ -95,6 +97,38 @@ class Admission:
 
     async def explain(self, body: CreateRequest, caller: Caller) -> Explanation:
         """What `create` would do now, with the same checks. Raises what is wrong with the request itself."""
+        return (await self._explain(body, caller))[0]
+
+    async def explain_group(self, asked: GroupRequest, caller: Caller) -> GroupExplanation:
+        """The same of a group: where each member would go, or which of them goes nowhere, and why."""
+        turn = asyncio.Semaphore(_EXPLAINED_AT_ONCE)
+
+        async def one(name: str) -> tuple[Explanation, list[CreatePlan]]:
+            async with turn:
+                return await self._explain(create_request(asked, name), caller)
+
+        found = dict(zip(asked.members, await asyncio.gather(*map(one, asked.members)), strict=True))
+        members = {name: explanation for name, (explanation, _) in found.items()}
+        caps = caps_together(cap for explanation in members.values() for cap in explanation.caps)
+        nodes, missing, why = group_places(
+            {name: plans for name, (_, plans) in found.items()},
+            caller.project,
+            self._fleet.bursts,
+            self._fleet.closed(),
+            linked=bool(asked.links),
+        )
+        forbidden = any(explanation.policy is not None for explanation in members.values())
+        return GroupExplanation(
+            project=caller.project,
+            would_be_made=missing is None and not forbidden and all(cap.fits for cap in caps),
+            nodes=nodes,
+            missing=missing,
+            why=why,
+            caps=caps,
+            members=members,
+        )
+
+    async def _explain(self, body: CreateRequest, caller: Caller) -> tuple[Explanation, list[CreatePlan]]:
         request = PlanRequest(create=body)
         answers = await asyncio.gather(
             *(self._plan(node, request, caller, None) for node in self._fleet.nodes()), return_exceptions=True
@@ -113,7 +147,7 @@ class Admission:
             policy = body_of(error)
         caps = [cap_verdict(use, spec) for use in await self.ledger.uses(rules.quotas)]
         nodes = node_verdicts(plans, spec, caller.project, self._fleet.bursts, self._fleet.closed())
-        return Explanation(
+        explanation = Explanation(
             project=caller.project,
             would_be_made=policy is None and all(cap.fits for cap in caps) and any(node.fits for node in nodes),
             spec=spec,
@@ -121,6 +155,7 @@ class Admission:
             caps=caps,
             nodes=nodes,
         )
+        return explanation, plans
 
     async def check_ttl(self, sandbox: SandboxId, ttl_running_s: float | None, caller: Caller) -> None:
         """Raises ForbiddenError."""

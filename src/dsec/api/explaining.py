@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+import msgspec
+
 from dsec.cluster.placement import (
+    Ask,
     Burst,
     Candidate,
     Overlay,
@@ -17,11 +20,13 @@ from dsec.cluster.placement import (
     refusals,
     spilling,
 )
+from dsec.cluster.spreading import Spread
 from dsec.core.ids import NodeId
 from dsec.core.spec import SandboxSpec
 from dsec.wire.iam import CapUse, amounts_of
 from dsec.wire.plans import CapVerdict, CreatePlan, NodeVerdict
 
+_NAMED_MAX: Final = 3
 _SEED: Final = 0  # whoever asks twice is told the same
 _THOUSANDTHS: Final = 1000
 
@@ -82,6 +87,51 @@ def node_verdicts(
             )
         )
     return found
+
+
+def group_places(
+    plans: Mapping[str, Sequence[CreatePlan]],
+    project: str,
+    bursts: Sequence[Burst] = (),
+    closed: Mapping[str, str] | None = None,
+    *,
+    linked: bool,
+) -> tuple[dict[str, str], str | None, str | None]:
+    """Member → node; or the one that has none, and why. `plans`: what each node says of each member alone."""
+    asks = {name: ask_of(found[0].spec, project) for name, found in plans.items()}
+    of_substrate = {asks[name].substrate: found for name, found in plans.items()}
+
+    def nodes_for(ask: Ask) -> list[Candidate]:
+        found = of_substrate[ask.substrate]
+        return [_candidate(plan, ask.image, bursts, (closed or {}).get(plan.node)) for plan in found]
+
+    refused = {
+        name: {NodeId(plan.node): plan.refused.message for plan in found if plan.refused is not None}
+        for name, found in plans.items()
+    }
+    spread = Spread(asks, nodes_for, Overlay(), random.Random(_SEED), refused, bursts, linked)
+    places = spread.places()
+    if isinstance(places, dict):
+        return {name: str(node) for name, node in places.items()}, None, None
+    nodes, ask, beside = spread.why_not(places)
+    reasons = spilling(nodes, ask, beside, bursts) | refusals(nodes, ask, beside)
+    texts = {node: reason.text for node, reason in reasons.items()} | refused[places]
+    why = "; ".join(sorted(set(texts.values()))[:_NAMED_MAX])
+    return {}, places, f"the group fits on no node, and over several there is none for {places}: {why}"
+
+
+def caps_together(found: Iterable[CapVerdict]) -> list[CapVerdict]:
+    """Of several that are asked for at once."""
+    sums: dict[tuple[str, str], CapVerdict] = {}
+    for one in found:
+        before = sums.get((one.project, one.cap))
+        asked = one.asked + (before.asked if before is not None else 0.0)
+        # One that does not say how much it takes fits below no cap.
+        fits = asked == 0.0 or one.used + one.reserved + asked <= one.limit
+        says = one.fits or one.used + one.reserved + one.asked > one.limit
+        fits = fits and says and (before is None or before.fits)
+        sums[one.project, one.cap] = msgspec.structs.replace(one, asked=asked, fits=fits)
+    return list(sums.values())
 
 
 def _candidate(plan: CreatePlan, image: str | None, bursts: Sequence[Burst], closed: str | None) -> Candidate:

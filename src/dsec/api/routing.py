@@ -24,6 +24,7 @@ _CHANGE_NOTHING: Final = (
     "/v1/calls",
     "/run_code",
     "/v1/sandboxes:explain",
+    "/v1/groups:explain",
     "/v1/jobs/{name}/heartbeat",
 )  # that is there afterwards
 

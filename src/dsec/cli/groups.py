@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsec.cli.console import Json, age, clean, client, put_json, run_async, say, settings, table, without
+from dsec.cli.console import Json, age, clean, client, lay_out, put_json, run_async, say, settings, table, without
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
     from dsec.wire.groups import GroupInfo
+    from dsec.wire.plans import GroupExplanation
 
 app = typer.Typer(help="Groups: sandboxes that reach each other by name.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the group.", show_default=False)]
@@ -36,9 +37,7 @@ def up(
     json: Json = False,
 ) -> None:
     """Start a group from a compose file: all its services, or none."""
-    if file is not None and option is not None:
-        raise typer.BadParameter("name the file once", param_hint="--file")
-    path = file or option or next((Path(one) for one in _FILES if Path(one).is_file()), Path(_FILES[0]))
+    path = _path(file, option)
 
     async def work() -> GroupInfo:
         async with client() as c:
@@ -53,6 +52,58 @@ def up(
         return
     for member, id in info.members.items():
         print(f"{member} {id}")
+
+
+def _path(file: Path | None, option: Path | None) -> Path:
+    if file is not None and option is not None:
+        raise typer.BadParameter("name the file once", param_hint="--file")
+    return file or option or next((Path(one) for one in _FILES if Path(one).is_file()), Path(_FILES[0]))
+
+
+def explain(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A compose file; compose.yaml here without.")
+    ] = None,
+    option: Annotated[
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="The same, as others have it.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", "-n", metavar="NAME", help="Default: the file's, or its directory's.")
+    ] = None,
+    profile: Annotated[
+        list[str] | None, typer.Option("--profile", metavar="NAME", help="Services of it, too. May be repeated.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say what would become of `group up` now, and why. Nothing happens."""
+    path = _path(file, option)
+
+    async def work() -> GroupExplanation:
+        async with client() as c:
+            return await c.groups.explain_compose(path, name=name, profiles=profile or ())
+
+    found = run_async(work())
+    if settings.json:
+        put_json(found)
+    else:
+        for line in _explained(found):
+            print(line)
+    if not found.would_be_made:
+        raise typer.Exit(1)
+
+
+def _explained(found: GroupExplanation) -> list[str]:
+    lines = [f"in {clean(found.project)}: {'it would be started' if found.would_be_made else 'it would be refused'}"]
+    if found.why is not None:
+        lines.append(clean(found.why))
+    for member, one in found.members.items():
+        if one.policy is not None:
+            lines.append(f"{member}: {clean(one.policy.message)}")
+    for cap in found.caps:
+        if not cap.fits:
+            lines.append(f"no room below the cap {cap.cap} of {clean(cap.project)}")
+    rows = [(member, clean(found.nodes.get(member, "none"))) for member in found.members]
+    return [*lines, *lay_out(("MEMBER", "NODE"), rows)]
 
 
 def list_(json: Json = False) -> None:
@@ -113,6 +164,7 @@ def down(
 
 
 command(app, up, of="group")
+command(app, explain, of="group")
 command(app, list_, "ls", of="group")
 command(app, show, of="group")
 command(app, down, of="group")

@@ -49,6 +49,13 @@ JOBS: Final[dict[str, Page]] = {
         ),
         "a GroupInfo record",
     ),
+    "group explain": Page(
+        "The checks of `dsec group up`, without it: policies and caps of the project, then where each service "
+        "would go, all to one node where they fit. Images that would be pulled first are told as not there.",
+        (("dsec group explain shop.yaml", "would it start, and where"),),
+        "a GroupExplanation record",
+        {1: "it would be refused"},
+    ),
     "group ls": Page("", (("dsec group ls", "those of your projects"),), "a list of GroupInfo records"),
     "group show": Page("", (("dsec group show shop", "with its sandboxes"),), "a GroupInfo record"),
     "group down": Page("", (("dsec group down shop", "all of it"),), "removed"),

@@ -230,9 +230,9 @@ class ManyNodes:
         if isinstance(found, dict):
             return found
         self._check_named(asks[found].node, now)
-        nodes, ask = spread.why_not(found)
-        there = spilling(nodes, ask, self._overlay, self.bursts) if self.bursts else {}
-        error = _no_node(there | refusals(nodes, ask, self._overlay), ask, set(refused.get(found, ())))
+        nodes, ask, beside = spread.why_not(found)
+        there = spilling(nodes, ask, beside, self.bursts) if self.bursts else {}
+        error = _no_node(there | refusals(nodes, ask, beside), ask, set(refused.get(found, ())))
         error.message = f"the group fits on no node, and over several there is none for {found}: {error.message}"
         error.detail = {**error.detail, "member": found}
         raise error

@@ -6,15 +6,13 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from dsec.cluster.placement import MAIN_POOL, Ask, Burst, Candidate, Overlay, choose, cost, why_not
 from dsec.core.ids import NodeId
+from dsec.wire.peers import RELAYS
 
-RELAYS: Final = "relays"  # a node that passes on bytes of links from and to other nodes
 
-
-@dataclass(frozen=True)
+@dataclass
 class Spread:
     """`nodes_for`: all nodes as candidates for what has the substrate of an ask. `refused`: by whom each member was,
     before."""
@@ -27,6 +25,10 @@ class Spread:
     bursts: Sequence[Burst] = ()
     linked: bool = False
     _known: dict[str, Sequence[Candidate]] = field(default_factory=dict)  # substrate → nodes for it
+    _planned: Overlay = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._planned = _Upon(self.overlay)
 
     def places(self) -> dict[str, NodeId] | str:
         """Of each member, on one node where that can be; or one that no node takes beside the others."""
@@ -51,7 +53,7 @@ class Spread:
 
     def several(self) -> dict[str, NodeId] | str:
         """Of each member; or one that no node takes beside the others."""
-        planned = _Upon(self.overlay)
+        planned = self._planned
         places: dict[str, NodeId] = {}
         for name in self._hardest_first():
             node = self._place(name, planned, set(places.values()))
@@ -61,10 +63,10 @@ class Spread:
             places[name] = node
         return {name: places[name] for name in self.asks}
 
-    def why_not(self, name: str) -> tuple[Sequence[Candidate], Ask]:
-        """What `refusals` needs to say so of one member."""
+    def why_not(self, name: str) -> tuple[Sequence[Candidate], Ask, Overlay]:
+        """What `refusals` needs to say so of the one that `several` gave: beside the others."""
         ask = self._ask(name)
-        return self._nodes_for(ask), ask
+        return self._nodes_for(ask), ask, self._planned
 
     def _place(self, name: str, planned: Overlay, mine: Collection[NodeId]) -> NodeId | None:
         ask, tried = self._ask(name), self.refused.get(name, ())

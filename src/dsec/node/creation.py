@@ -166,7 +166,15 @@ class Creation:
             spec=spec,
             known=known,
             refused=refused,
-            facts=facts_of(spec, self._backends, self._room(), labels, has_environment=found, devices=devices),
+            facts=facts_of(
+                spec,
+                self._backends,
+                self._room(),
+                labels,
+                has_environment=found,
+                devices=devices,
+                relays=self._services.links.far is not None,
+            ),
         )
 
     def _origin(self, request: CreateRequest, caller: Caller) -> Origin | None:

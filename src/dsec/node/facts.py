@@ -8,11 +8,12 @@ from dsec.backends.base import Backend, Capabilities, Keeps
 from dsec.core.errors import UnsupportedError
 from dsec.core.spec import SandboxSpec, Substrate
 from dsec.node.admission import Room, memory_promised_max
+from dsec.wire.peers import RELAYS
 from dsec.wire.plans import NodeFacts
 
 
-def features_of(able: Capabilities) -> frozenset[str]:
-    """Abilities by name, as `place.features` asks for them."""
+def features_of(able: Capabilities, *, relays: bool = False) -> frozenset[str]:
+    """Abilities by name, as `place.features` asks for them. `relays`: there are other nodes, and links lead to them."""
     found = {
         "pause": able.pause,
         "snapshot": able.snapshot is not Keeps.NOTHING,
@@ -24,6 +25,7 @@ def features_of(able: Capabilities) -> frozenset[str]:
         "cpu-limit": able.cpu_limit,
         "pids-limit": able.pids_limit,
         "survives-node": able.survives_node,
+        RELAYS: relays,
     }
     return frozenset(name for name, has in found.items() if has)
 
@@ -54,13 +56,14 @@ def facts_of(
     *,
     has_environment: bool,
     devices: Collection[str] = (),
+    relays: bool = False,
 ) -> NodeFacts:
     backend = backends.get(spec.substrate)
     able = None if backend is None else backend.capabilities
     return NodeFacts(
         substrates=tuple(sorted(map(str, backends))),
         networks=() if able is None else tuple(sorted(map(str, able.networks))),
-        features=() if able is None else tuple(sorted(features_of(able))),
+        features=() if able is None else tuple(sorted(features_of(able, relays=relays))),
         labels=dict(labels),
         devices=tuple(devices),
         has_environment=has_environment,

@@ -17,6 +17,7 @@ from dsec.sdk.paging import all_pages
 from dsec.sdk.requests import as_list, as_mapping, make_spec
 from dsec.wire.environments import RegistrySource
 from dsec.wire.groups import GroupDown, GroupInfo, GroupLink, GroupMember, GroupPage, GroupRequest
+from dsec.wire.plans import GroupExplanation
 
 if TYPE_CHECKING:
     from dsec.sdk.client import AsyncClient
@@ -117,13 +118,36 @@ class AsyncGroups:
         Raises ConflictError (another group or job of that name), and what `Sandbox.create` raises, with the member that
         failed in `detail["member"]`.
         """
-        request = GroupRequest(
-            name=name if name is not None else f"group-{secrets.token_hex(4)}",
-            members={member: _member(member, options) for member, options in as_mapping(members, "members").items()},
-            links=tuple(_link(link) for link in as_list(links, "links")),
-            timeout_s=timeout_s,
-        )
-        return await self._start(request)
+        return await self._start(_request(members, links, name, timeout_s))
+
+    async def explain(
+        self,
+        members: Mapping[str, Mapping[str, Any]],
+        *,
+        links: Iterable[str | GroupLink] = (),
+        name: str | None = None,
+    ) -> GroupExplanation:
+        """What would become of `create` with the same arguments now: where each member would go, or which of them has
+        no node, and why. Nothing happens."""
+        return await self._explain(_request(members, links, name, limits.CREATE_TIMEOUT_S_DEFAULT))
+
+    async def explain_compose(
+        self,
+        path: str | PathLike[str],
+        *,
+        name: str | None = None,
+        profiles: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> GroupExplanation:
+        """As `explain`, of what `from_compose` would start. No image is pulled, and no volume made: that one is not
+        there is told."""
+        from dsec.sdk.compose import read_compose
+
+        read = await asyncio.to_thread(read_compose, Path(path), name=name, profiles=profiles, variables=variables)
+        return await self._explain(read.request(timeout_s=limits.CREATE_TIMEOUT_S_DEFAULT))
+
+    async def _explain(self, request: GroupRequest) -> GroupExplanation:
+        return await self._transport.call("POST", "/groups:explain", GroupExplanation, body=request, repeatable=True)
 
     async def from_compose(
         self,
@@ -189,6 +213,17 @@ class AsyncGroups:
 
     async def _undo(self, name: str) -> None:
         await self._transport.call("DELETE", f"/groups/{name}", GroupDown, repeatable=True)
+
+
+def _request(
+    members: Mapping[str, Mapping[str, Any]], links: Iterable[str | GroupLink], name: str | None, timeout_s: float
+) -> GroupRequest:
+    return GroupRequest(
+        name=name if name is not None else f"group-{secrets.token_hex(4)}",
+        members={member: _member(member, options) for member, options in as_mapping(members, "members").items()},
+        links=tuple(_link(link) for link in as_list(links, "links")),
+        timeout_s=timeout_s,
+    )
 
 
 def _member(name: str, options: Mapping[str, Any]) -> GroupMember:

@@ -64,7 +64,7 @@ from dsec.wire.images import ExportedImage, ExportTarget
 from dsec.wire.jobs import JobInfo
 from dsec.wire.layers import EnvironmentDiff, LayerInfo
 from dsec.wire.machines import DiskFile, MachineInfo
-from dsec.wire.plans import Explanation
+from dsec.wire.plans import Explanation, GroupExplanation
 from dsec.wire.records import (
     DoctorReport,
     ExecInfo,
@@ -1051,6 +1051,29 @@ class Groups(Blocking[AsyncGroups]):
         """
         result: Group = wrap(portal().run(self._async.create(members, links=links, name=name, timeout_s=timeout_s)))
         return result
+
+    def explain(
+        self,
+        members: Mapping[str, Mapping[str, Any]],
+        *,
+        links: Iterable[str | GroupLink] = (),
+        name: str | None = None,
+    ) -> GroupExplanation:
+        """What would become of `create` with the same arguments now: where each member would go, or which of them has
+        no node, and why. Nothing happens."""
+        return portal().run(self._async.explain(members, links=links, name=name))
+
+    def explain_compose(
+        self,
+        path: str | PathLike[str],
+        *,
+        name: str | None = None,
+        profiles: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> GroupExplanation:
+        """As `explain`, of what `from_compose` would start. No image is pulled, and no volume made: that one is not
+        there is told."""
+        return portal().run(self._async.explain_compose(path, name=name, profiles=profiles, variables=variables))
 
     def from_compose(
         self,

@@ -36,7 +36,6 @@ from dsec.cluster.members.watcher import Watcher
 from dsec.cluster.peers import PeerLinks
 from dsec.cluster.publishing import EventPublisher
 from dsec.cluster.rosters import Rosters
-from dsec.cluster.spreading import RELAYS
 from dsec.cluster.tombstones import TombstoneRpc
 from dsec.core.clock import SystemClock
 from dsec.core.errors import DsecError, NodeRetiredError, PlatformError, UnavailableError
@@ -310,9 +309,7 @@ class NodeProcess(_Clustered):
             version=__version__,
             substrates=tuple(sorted(map(str, able))),
             networks={str(name): tuple(sorted(map(str, one.networks))) for name, one in able.items()},
-            features={
-                str(name): tuple(sorted({*features_of(one), *(RELAYS,) * one.links})) for name, one in able.items()
-            },
+            features={str(name): tuple(sorted(features_of(one, relays=True))) for name, one in able.items()},
             labels=config.cluster.labels,
             started_at=self.node.started_at,
         )

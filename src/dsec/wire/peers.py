@@ -6,6 +6,7 @@ from typing import Final
 
 import msgspec
 
+RELAYS: Final = "relays"  # the ability of a node to pass on bytes of links from and to other nodes
 PEER_LINK: Final = "peer_link"  # a stream: RES once it is connected, then DATA and END both ways
 
 

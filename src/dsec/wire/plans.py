@@ -83,3 +83,18 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     policy: ErrorBody | None = None  # the rule that forbids it
     caps: list[CapVerdict] = []
     nodes: list[NodeVerdict] = []
+
+
+class GroupExplanation(msgspec.Struct, frozen=True, kw_only=True):
+    """What would become of a group now. `nodes`: member → where it would go; one node for all where that can be.
+
+    `missing`: the member that no node takes, by itself or beside the others, and `why`; `caps`: of all together.
+    """
+
+    project: str
+    would_be_made: bool
+    nodes: dict[str, str] = {}
+    missing: str | None = None
+    why: str | None = None
+    caps: list[CapVerdict] = []
+    members: dict[str, Explanation] = {}

@@ -19,6 +19,7 @@ from dsec.wire.codec import to_json
 from dsec.wire.groups import GroupDown, GroupInfo, GroupPage, GroupRequest
 from dsec.wire.jobs import JobRow, group_of
 from dsec.wire.node import Right
+from dsec.wire.plans import GroupExplanation
 from dsec.wire.records import ListQuery
 
 
@@ -27,6 +28,11 @@ async def create_group(request: Request) -> Answer:
     body = await request.record(GroupRequest)
     row = await asyncio.shield(request.services.keeper.start(start_group(request, body)))
     return Answer(to_json(await _shown(request, row)), status=201)
+
+
+async def explain_group(request: Request) -> Answer:
+    body = await request.record(GroupRequest)
+    return Answer(to_json(await request.services.admission.explain_group(body, request.caller)))
 
 
 async def list_groups(request: Request) -> Answer:
@@ -84,6 +90,15 @@ ROUTES = (
         status=201,
         statuses=(404, 409, 429, 501),
         mutates=True,
+    ),
+    Route(
+        "POST",
+        "/v1/groups:explain",
+        explain_group,
+        "What would become of a group now, and why. Nothing happens.",
+        Right.USE,
+        body=GroupRequest,
+        answer=GroupExplanation,
     ),
     Route(
         "GET",
