@@ -94,8 +94,8 @@ class Space:
         assert made, "it did not end"
         return made[0]
 
-    def socket(self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM) -> socket.socket:
-        found = self.do(lambda: socket.socket(family, kind))
+    def socket(self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
+        found = self.do(lambda: socket.socket(family, kind, protocol))
         found.settimeout(30)
         return found
 

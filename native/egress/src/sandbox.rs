@@ -324,13 +324,6 @@ impl Sandbox {
             self.add(socket, to, talk, TALK_IDLE, shared);
             return;
         }
-        let bound: Vec<Name> = self
-            .bindings
-            .names(address, shared.now)
-            .take(FLOW_NAMES_MAX)
-            .cloned()
-            .collect();
-        // All names of the address count for the verdict, some are remembered.
         let names = self.bindings.names(address, shared.now);
         let verdict = self.policy.decide(to, &shared.settings.opened, names);
         if let Verdict::Denied(reason) = verdict {
@@ -346,8 +339,12 @@ impl Sandbox {
         let Some(key) = self.add(socket, to, stage, shared.settings.peek, shared) else {
             return;
         };
+        // What it is let through for counts when there are other rules.
+        let bound = self.bindings.names(address, shared.now);
+        let allowed = bound.filter(|name| self.policy.allows_name(name, port));
+        let names: Vec<Name> = allowed.take(FLOW_NAMES_MAX).cloned().collect();
         if let Some(flow) = self.flows.get_mut(key) {
-            flow.names = bound;
+            flow.names = names;
         }
         match verdict == Verdict::ByName && NAMED_PORTS.contains(&port) {
             true => drop(self.advance(key, FLOW_TURN_BYTES, shared)),

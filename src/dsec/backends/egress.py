@@ -8,7 +8,7 @@ import errno
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -134,11 +134,6 @@ class Egress:
                 break
             after = page.sandboxes[-1].sandbox
         return found
-
-    async def keep_only(self, sandboxes: Collection[str]) -> None:
-        """Detaches all others: those that were removed while no node was there to say so."""
-        for sandbox in (await self.counts()).keys() - set(sandboxes):
-            await self.detach(sandbox)
 
     async def close(self) -> None:
         """Leave it running."""
