@@ -157,6 +157,26 @@ print(*(socket.inet_ntoa(address) for address in (offer[16:20], options[3], opti
 """
 
 
+# More than its monitor has descriptors, of both kinds.
+_FLOOD = """
+import resource, socket
+resource.setrlimit(resource.RLIMIT_NOFILE, (20000, 20000))
+held = []
+for number in range(4000):
+    link = socket.socket(socket.AF_INET, socket.SOCK_STREAM if number % 2 else socket.SOCK_DGRAM)
+    link.setblocking(False)
+    try:
+        link.connect((TARGET, 80))
+        link.send(b"x")
+    except OSError:
+        pass
+    held.append(link)
+open("/tmp/flooded", "w").close()
+import time
+time.sleep(3600)
+"""
+
+
 async def hardware_address(sandbox: AsyncSandbox) -> str:
     return (await sandbox.exec("cat /sys/class/net/e*/address")).stdout.strip()
 
@@ -274,6 +294,28 @@ async def test_what_goes_on_from_a_snapshot_has_what_its_own_rules_say(site: Sit
         assert await fetch(child, ALLOWED, OTHER) == {ALLOWED: reached(ALLOWED), OTHER: "refused"}
         assert await hardware_address(child) != address
     await snapshot.remove()
+
+
+@in_module
+async def test_a_guest_that_opens_more_than_its_monitor_can_hinders_nobody_else(site: Site) -> None:
+    first, other = await asyncio.gather(site.create(f"{ALLOWED}:80"), site.create(f"{ALLOWED}:80"))
+    async with first, other:
+        flood = await first.start(["python3", "-c", f"TARGET = {ALLOWED!r}\n{_FLOOD}"])
+
+        async def flooded() -> bool:
+            return (await first.exec("test -e /tmp/flooded", timeout_s=300)).exit_code == 0
+
+        await eventually(flooded, deadline_s=600)
+        assert await fetch(other, ALLOWED) == {ALLOWED: reached(ALLOWED)}
+        assert (await first.exec("echo still", timeout_s=300)).stdout == "still\n"
+        await first.pause()
+        await first.resume()
+        await flood.kill()
+
+        async def again() -> bool:
+            return await fetch(first, ALLOWED) == {ALLOWED: reached(ALLOWED)}
+
+        await eventually(again, deadline_s=600)
 
 
 @in_module
