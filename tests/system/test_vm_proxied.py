@@ -17,15 +17,17 @@ import pytest
 import pytest_asyncio
 
 from dsec.backends.egress import Egress
+from dsec.backends.fullvm.backend import FullvmBackend
 from dsec.backends.microvm.backend import MicrovmBackend
 from dsec.backends.microvm.instance import MicrovmInstance
 from dsec.core import errors
-from dsec.core.machines import GATEWAY
+from dsec.core.machines import GATEWAY, Bus
 from dsec.core.spec import Substrate
 from dsec.sdk.client import AsyncClient
 from dsec.sdk.sandbox import AsyncSandbox
 from dsec.serve import parts
 from dsec.serve.service import LocalService
+from dsec.testing.machines import add_boot_sector
 from dsec.testing.networks import able
 from dsec.testing.waiting import eventually
 from dsec.wire.egress import NAMESERVER
@@ -103,6 +105,12 @@ class Site:
     async def create(self, *egress: str, **more: Any) -> AsyncSandbox:
         more = {"backend": "microvm", "memory": "192MiB", "network": "proxied", "egress": list(egress), **more}
         return await self.client.create(more.pop("environment", ENVIRONMENT), timeout_s=BOOT_S, **more)
+
+    @property
+    def forwarder(self) -> Egress:
+        found = self.service.node._services.egress._forwarder
+        assert isinstance(found, Egress)
+        return found
 
     def instance(self, sandbox: AsyncSandbox) -> MicrovmInstance:
         backend = self.service.node.backends[Substrate.MICROVM]
@@ -273,8 +281,7 @@ async def test_it_is_attached_again_when_it_wakes_when_its_rules_change_and_when
         await sb.set_egress([f"{ALLOWED}:80"])
         assert await fetch(sb, ALLOWED, OTHER) == {ALLOWED: reached(ALLOWED), OTHER: "refused"}
 
-        forwarder = site.service.node._services.egress._forwarder
-        assert isinstance(forwarder, Egress)
+        forwarder = site.forwarder
         before = forwarder.pid
         os.kill(before, signal.SIGKILL)
         await eventually(lambda: forwarder.pid != before)
@@ -329,6 +336,23 @@ async def test_a_machine_that_cannot_be_attached_is_none(site: Site, monkeypatch
             await site.create(f"{ALLOWED}:80")
 
     assert error.value.step == "network"
+
+
+@in_module
+@pytest.mark.parametrize(("bus", "card"), [(Bus.VIRTIO, b"virtio-net-pci"), (Bus.SATA, b"e1000e")])
+async def test_a_full_machine_without_an_agent_has_a_card_and_is_attached(site: Site, bus: Bus, card: bytes) -> None:
+    backend = site.service.node.backends[Substrate.FULLVM]
+    assert isinstance(backend, FullvmBackend)
+    await asyncio.to_thread(add_boot_sector, backend.images, f"plain-{bus}", bus=bus)
+    plain = {"environment": f"plain-{bus}", "backend": "fullvm", "memory": "64MiB"}
+    async with await site.create(f"{ALLOWED}:80", **plain) as vm:
+        line = Path(f"/proc/{backend.instances[vm.id].pid}/cmdline").read_bytes()
+        assert card in line
+        assert vm.id in await site.forwarder.counts()
+        assert (await vm.screen.size()).width > 0
+        await vm.pause(deep=True)
+        await vm.resume()
+        assert (await site.forwarder.counts())[vm.id].alive
 
 
 @in_module

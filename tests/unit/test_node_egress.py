@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from dsec.backends.base import Instance, InstanceSpec, Intend
 from dsec.backends.fake.host import FakeHost
+from dsec.backends.fake.instance import FakeInstance
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LaunchError, Outcome, SandboxStateError, UnavailableError
 from dsec.core.spec import NetworkMode, SandboxSpec, Substrate
@@ -291,6 +293,48 @@ async def test_one_that_goes_on_asking_is_told_of_ever_more_seldom(machine: Mach
     denials.note(refused(id, "a.example"))
     await eventually(lambda: len(waits) == 5)
     assert waits[-1] == 0.2
+
+
+# ---- machines, which run from the start --------------------------------------------------------------
+
+
+class EagerBackend(DrowsyBackend):
+    """What it makes may run on where it was as soon as it is there."""
+
+    def __init__(self, host: FakeHost) -> None:
+        super().__init__(host)
+        self.began_with: list[list[str]] = []  # what was attached when it did
+
+    async def create(self, instance: InstanceSpec, *, intend: Intend, deadline_s: float) -> Instance:
+        made = await super().create(instance, intend=intend, deadline_s=deadline_s)
+        assert isinstance(made, FakeInstance)
+        try:
+            if instance.attach is not None:
+                await instance.attach(made.network_place)
+        except BaseException:
+            await made.destroy()
+            raise
+        self.began_with.append(sorted(self.host.egress))
+        return made
+
+
+async def test_a_machine_is_attached_before_it_runs(tmp_path: Path) -> None:
+    host = FakeHost()
+    backend = EagerBackend(host)
+    machine = Machine(tmp_path, host, backend)
+    await machine.start()
+    try:
+        some = await machine.create()
+        await create(machine.client)
+        assert backend.began_with == [[some], [some]]
+
+        with Faults(1, prefix="fake.egress.attach"), pytest.raises(LaunchError, match="no way out") as caught:
+            await machine.create()
+        assert (caught.value.step, caught.value.outcome) == ("network", Outcome.GONE)
+        assert len(backend.began_with) == 2
+        await eventually(lambda: set(host.egress) == {some})
+    finally:
+        await machine.client.node.close()
 
 
 # ---- machines that sleep -----------------------------------------------------------------------------

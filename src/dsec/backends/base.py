@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from dsec.backends.forwarding import NetworkPlace
 from dsec.core.ids import NodeId, SandboxId
 from dsec.core.spec import NetworkMode, SandboxSpec, Substrate
 from dsec.core.states import EndCause
@@ -118,6 +119,8 @@ class InstanceSpec:
     cpus: str | None = None  # such as "0-3,8": on these processors alone
     devices: tuple[DeviceNode, ...] = ()
     machine: str = ""  # id of the one, kept by the backend, that it goes on from; it becomes another one
+    # By a backend whose instances run from the start, while they stand still yet: their network leads somewhere then.
+    attach: Callable[[NetworkPlace], Awaitable[None]] | None = field(default=None, compare=False)
 
     @property
     def hostname(self) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from dsec.wire.egress import AttachAnswer, EgressCounts, EgressDenied, EgressRule
+
+NETWORK: Final = "network"  # the step of a create
 
 Rules = tuple[EgressRule, ...] | None
 """None: all that is public."""

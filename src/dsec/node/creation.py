@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from dsec.agent.client import AgentClient
 from dsec.backends.base import Backend, Instance, InstanceSpec
+from dsec.backends.forwarding import NETWORK
 from dsec.backends.machines import HasDisks
 from dsec.core import limits
 from dsec.core.errors import (
@@ -368,11 +369,12 @@ class Creation:
                         ready = origin is None and await self._claim(sandbox, backend, wanted, key, done_ms)
                         if not ready:
                             step = "backend"
-                            instance = await backend.create(wanted, intend=intend, deadline_s=max(left_s(), 0.001))
+                            opened = replace(wanted, attach=self._services.egress.opener(sandbox))
+                            instance = await backend.create(opened, intend=intend, deadline_s=max(left_s(), 0.001))
                             step = "hello"
                             client = None if approach is None else await approach.client()
                             await sandbox.begin(instance, client, deadline_s=left_s())
-                        step = "network"
+                        step = NETWORK
                         await self._services.egress.open(sandbox)
                         step = "links"
                         await self._services.links.open(sandbox)

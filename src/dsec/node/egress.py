@@ -7,12 +7,14 @@ whatever fails here cuts connections off, and lets nothing through.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from dsec.backends.forwarding import HasNetwork, MakeForwarder, Rules
+from dsec.backends.forwarding import NETWORK, HasNetwork, MakeForwarder, NetworkPlace, Rules
 from dsec.backends.machines import Sleeps
 from dsec.core import limits
 from dsec.core.egress import parse_egress
@@ -61,16 +63,22 @@ class NodeEgress:
         self._counted_at = -_COUNTS_S
         self._counting = asyncio.Lock()
 
+    def opener(self, sandbox: Supervisor) -> Callable[[NetworkPlace], Awaitable[None]] | None:
+        """For its backend, where it runs as soon as it is made; None for one without a network."""
+        return partial(self._open, sandbox) if _is_proxied(sandbox) else None
+
     async def open(self, sandbox: Supervisor) -> None:
         """Before anybody uses it. Raises LaunchError."""
-        if not _is_proxied(sandbox):
-            return
+        if _is_proxied(sandbox):
+            await self._open(sandbox)
+
+    async def _open(self, sandbox: Supervisor, place: NetworkPlace | None = None) -> None:
         try:
-            await self._attach(sandbox)
+            await self._attach(sandbox, place)
         except DsecError as error:
             metrics.EGRESS_ATTACH_FAILURES.inc()
             raise LaunchError(
-                f"the sandbox has no way out: {error.message}", hint=error.hint, step="network", sandbox=sandbox.id
+                f"the sandbox has no way out: {error.message}", hint=error.hint, step=NETWORK, sandbox=sandbox.id
             ) from error
 
     async def follow(self, sandbox: Supervisor) -> None:
@@ -163,10 +171,12 @@ class NodeEgress:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    async def _attach(self, sandbox: Supervisor) -> None:
-        if self._forwarder is None or not isinstance(sandbox.instance, HasNetwork):
+    async def _attach(self, sandbox: Supervisor, place: NetworkPlace | None = None) -> None:
+        """`place`: of an instance that is being made."""
+        if place is None and isinstance(sandbox.instance, HasNetwork):
+            place = sandbox.instance.network_place
+        if self._forwarder is None or place is None:
             raise UnsupportedError("sandboxes of this node have no network")
-        place = sandbox.instance.network_place
         await self._forwarder.attach(sandbox.id, place.pid, place.start_ticks, _rules_of(sandbox))
 
     async def _apply(self, sandbox: Supervisor) -> None:

@@ -187,7 +187,9 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
         record = msgspec.structs.replace(record, pid=process.pid, start_ticks=process.start_ticks)
         made = FullvmInstance(self, record, process)
         async with self._starting(made, process):
-            made.take(await driver.start_clone(process, template, confines.sockets, confines.uid))
+            stand = instance.attach is not None
+            made.take(await driver.start_clone(process, template, confines.sockets, confines.uid, stand=stand))
+            await made.run_attached(instance.attach)
             await self._awaken(made, instance, wanted)
         if instance.spare and wanted.saved is None:
             made.spare_of = _kind(instance, wanted)

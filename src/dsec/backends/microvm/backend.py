@@ -143,7 +143,8 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
         found = driver.control(confines.sockets, owner=record.uid)
         made = MicrovmInstance(self, record, process, found, page_out=self._config.page_out)
         async with self._starting(made, process):
-            await driver.go_on(found, process, template, confines)
+            await driver.go_on(found, process, template, confines, stand=instance.attach is not None)
+            await made.run_attached(instance.attach)
             await awaken(
                 made, instance, None if instance.spare else claim_args(instance), wanted.saved, wait_s=_AGENT_S
             )

@@ -17,6 +17,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 import msgspec
 
 from dsec.backends.base import Capabilities, InstanceSpec, Intend, Layer, Probe
+from dsec.backends.forwarding import NETWORK
 from dsec.backends.machines import MachineDisk
 from dsec.backends.steering import why_not_steered
 from dsec.backends.vm.capture import MachineCapture, SleepingCapture, Source
@@ -182,8 +183,8 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
         try:
             try:
                 yield
-            except LaunchError:
-                if made.facts.template:
+            except LaunchError as error:
+                if made.facts.template and error.step != NETWORK:
                     self._templates.drop(made.facts.template)
                 raise
         except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -18,7 +18,14 @@ from dsec.backends.vm.monitor import MonitorProcess
 from dsec.backends.vm.qemu_machine import QemuMachine
 from dsec.backends.vm.qmp import Monitor, MonitorError
 from dsec.backends.vm.record import MachineRecord
-from dsec.core.errors import DeadlineError, FreezeTimeoutError, GoneError, SandboxFaultError, UnsupportedError
+from dsec.core.errors import (
+    DeadlineError,
+    FreezeTimeoutError,
+    GoneError,
+    LaunchError,
+    SandboxFaultError,
+    UnsupportedError,
+)
 from dsec.core.faults import fault_point
 from dsec.core.ids import SandboxId
 from dsec.core.states import EndCause
@@ -116,6 +123,17 @@ class MachineInstance(Generic[R]):
     def network_place(self) -> NetworkPlace:
         """Its monitor's, which what is behind its network card is of."""
         return NetworkPlace(self.pid, self._record.start_ticks)
+
+    async def run_attached(self, attach: Callable[[NetworkPlace], Awaitable[None]] | None) -> None:
+        """Of one that was just begun: with an `attach` it stands still, and goes on once that is done. Raises what that
+        raises, LaunchError."""
+        if attach is None:
+            return
+        await attach(self.network_place)
+        try:
+            await self._machine.resume(timeout_s=_MONITOR_S)
+        except (MonitorError, DeadlineError) as error:
+            raise LaunchError(f"a clone did not start: {error.message}", step="clone") from error
 
     def _follow(self, process: MonitorProcess) -> None:
         self._process = process
