@@ -76,6 +76,10 @@ def node(
     substrate: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="What it offers (default: container). May be repeated.")
     ] = None,
+    leave: Annotated[
+        bool, typer.Option("--leave", help="Do not run it: clean this machine, which is no node any more.")
+    ] = False,
+    destroy: Annotated[bool, typer.Option("--destroy", help="With --leave: destroy sandboxes that live.")] = False,
     metrics: Metrics = None,
     log_level: LogLevel = None,
     config: Config = None,
@@ -85,6 +89,7 @@ def node(
 ) -> None:
     """Run the node of this machine in a cluster. Its sandboxes outlive it."""
     substrates = [part for name in substrate or () for part in ("--substrate", name)]
+    substrates += [*(["--leave"] if leave else []), *(["--destroy"] if destroy else [])]
     given = {
         "--identity": identity,
         "--listen": listen,
@@ -165,10 +170,31 @@ def _ruled(operation: str, help: str) -> Callable[..., None]:
     return rule
 
 
+def _last(operation: str, help: str) -> Callable[..., None]:
+    """The same of one that ends a node."""
+
+    def rule(
+        node: Node,
+        note: Note = "",
+        authority: Annotated[
+            str | None, typer.Option(metavar="DIR", help="Take its credentials for NATS back, by `dsec cluster init`.")
+        ] = None,
+        join: Join = None,
+        identity: Identity = None,
+        config: Config = None,
+        json: Json = False,
+    ) -> None:
+        words = [node, "--note", note, *(["--authority", authority] if authority is not None else [])]
+        _operate(operation, words, join, identity, config)
+
+    rule.__name__, rule.__doc__ = operation, help
+    return rule
+
+
 cordon = _ruled("cordon", "Give a node nothing new. What is there stays.")
 drain = _ruled("drain", "Give a node nothing new, as it is to become empty.")
-retire = _ruled("retire", "Say that a node has left for good. Its id is never good again.")
-remove = _ruled("remove", "Retire a node that is drained and empty.")
+retire = _last("retire", "Say that a node has left for good. Its id is never good again.")
+remove = _last("remove", "Retire a node that is drained and empty.")
 
 
 def serve(node: Node, join: Join = None, identity: Identity = None, config: Config = None, json: Json = False) -> None:

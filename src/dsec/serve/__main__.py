@@ -119,6 +119,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _clustered(options: argparse.Namespace) -> int:
     """`api`, `node`, `watcher`: in the foreground, each of its own process."""
+    if options.command == "node" and (options.leave or options.destroy):
+        return _leave(options)
     from dsec.serve.clustered import ApiProcess, NodeProcess, WatcherProcess  # loads NATS' client
     from dsec.serve.config import load_config
     from dsec.serve.lock import FILE_NAME
@@ -129,6 +131,21 @@ def _clustered(options: argparse.Namespace) -> int:
     # Nodes and `dsec up` keep each other out; a replica may run beside either.
     lock = FILE_NAME if options.command == "node" else f"{options.command}.pid"
     return run_service(config, makes[options.command](config), lock_name=lock)
+
+
+def _leave(options: argparse.Namespace) -> int:
+    from dsec.serve.config import load_config
+    from dsec.serve.leave import leave
+
+    if not options.leave:
+        raise InvalidArgumentError("--destroy goes with --leave")
+    config = load_config(_flags(options), os.environ, file=options.config)
+    destroyed = leave(config, destroy=options.destroy)
+    if options.json:
+        _put({"destroyed": destroyed, "state_dir": config.state_dir})
+    ended = f", {_sandboxes(destroyed)} destroyed" if destroyed else ""
+    _say(options, f"this machine has left its cluster{ended}; environments, volumes and snapshots: {config.state_dir}")
+    return 0
 
 
 def _cluster(options: argparse.Namespace) -> int:
@@ -200,6 +217,8 @@ def _cluster_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParse
             parser.add_argument("--listen", dest="cluster.listen", metavar="HOST:PORT", help="for API replicas")
             parser.add_argument("--advertise", dest="cluster.advertise", metavar="HOST:PORT")
             parser.add_argument("--substrate", dest="node.substrates", action="append", metavar="NAME")
+            parser.add_argument("--leave", action="store_true", help="clean this machine: it is no node any more")
+            parser.add_argument("--destroy", action="store_true", help="with --leave: sandboxes that live, too")
     cluster = commands.add_parser("cluster", help="make a cluster, and look after its nodes", allow_abbrev=False)
     _common(cluster)
     _joining(cluster)

@@ -18,13 +18,16 @@ from dsec.cluster.engine.credentials import (
     user_credentials,
 )
 from dsec.cluster.engine.layout import Layout, Rights
-from dsec.core.errors import ConflictError, HostError
+from dsec.core.errors import ConflictError, HostError, NotFoundError
 from dsec.core.ids import NodeId, new_node_id, parse_name
 from dsec.serve import identity
 from dsec.serve.identity import write_private
 
 _AUTHORITY_KEY: Final = "ca.key"
 _ACCOUNT: Final = "account.seed"
+_OPERATOR: Final = "operator.seed"
+_ISSUED: Final = "issued"  # of nodes, one a line: node, public key for NATS, until when
+_REVOKED: Final = "revoked"  # one a line: public key, since when, until when it would have been good
 _TRUST: Final = "nats-trust.conf"  # included by the configuration of each NATS server
 
 
@@ -59,6 +62,7 @@ class AuthorityDirectory:
             (_TRUST, trust.encode()),
             (_AUTHORITY_KEY, authority.key),
             (_ACCOUNT, account.seed.encode() + b"\n"),
+            (_OPERATOR, operator.seed.encode() + b"\n"),
             (identity.AUTHORITY, authority.certificate),  # last: with it the directory is whole
         ):
             write_private(directory / name, content)
@@ -80,7 +84,9 @@ class AuthorityDirectory:
     def issue_node(self, into: Path, node: NodeId | None = None, *, days: int = ISSUED_DAYS) -> NodeId:
         """A new node, or further certificates for one that there is."""
         node = node or new_node_id()
-        self._issue(into, node_name(node), node, self._layout.node_rights(node), serves=True, days=days)
+        credentials = self._issue(into, node_name(node), node, self._layout.node_rights(node), serves=True, days=days)
+        until = int(credentials.expires_at or 0)
+        _add_line(self.directory / _ISSUED, f"{node} {credentials.key.public} {until}")
         write_private(into / identity.NODE, node.encode() + b"\n")
         return node
 
@@ -96,13 +102,63 @@ class AuthorityDirectory:
         write_private(into / identity.KEY, issued.key)
         write_private(into / identity.CERTIFICATE, issued.certificate)
         write_private(into / identity.AUTHORITY, self._authority.certificate)
-        write_private(into / _TRUST, (self.directory / _TRUST).read_bytes())
+        write_private(into / _TRUST, self.trust.read_bytes())
+
+    def issued_to(self, node: NodeId) -> list[tuple[str, int]]:
+        """Public keys of its credentials for NATS, and until when each is good. Raises NotFoundError when none is, and
+        HostError for a directory that cannot take any back."""
+        self._operator()
+        now = int(_now().timestamp())
+        lines = [line.split() for line in _lines(self.directory / _ISSUED)]
+        found = [(key, int(until)) for who, key, until in lines if who == node and int(until) > now]
+        if not found:
+            raise NotFoundError(
+                f"{self.directory} has issued nothing to node {node} that is good still",
+                hint="what another directory, or an older version, has issued ends by its time",
+            )
+        return found
+
+    def revoke(self, node: NodeId) -> int:
+        """What was issued to the node is good for nothing once NATS servers have the trust file of now: how many
+        credentials. Raises what `issued_to` does."""
+        found, now = self.issued_to(node), int(_now().timestamp())
+        for key, until in found:
+            _add_line(self.directory / _REVOKED, f"{key} {now} {until}")
+        self._write_trust(now)
+        return len(found)
+
+    @property
+    def trust(self) -> Path:
+        """For each NATS server."""
+        return self.directory / _TRUST
+
+    def _operator(self) -> SigningKey:
+        try:
+            return SigningKey.from_seed((self.directory / _OPERATOR).read_text().strip())
+        except OSError as error:
+            raise HostError(
+                f"{self.directory} was made by a version that keeps no key to take credentials back with",
+                hint="make a new authority: dsec cluster init",
+            ) from error
+
+    def _write_trust(self, now: int) -> None:
+        # Later ones are void after both: the larger time holds.
+        lines = [line.split() for line in _lines(self.directory / _REVOKED)]
+        revoked = {key: int(at) for key, at, until in lines if int(until) > now}
+        name = f"dsec-{self._layout.unit}"
+        token = account_jwt(self._operator(), self._account, name, jetstream=True, revoked=revoked)
+        start = f"{self._account.public}: "
+        trust = [
+            f"  {start}{token}" if line.strip().startswith(start) else line
+            for line in self.trust.read_text().splitlines()
+        ]
+        write_private(self.trust, "\n".join(trust).encode() + b"\n")
 
     def credentials(self, who: str, rights: Rights) -> Credentials:
         """For NATS alone."""
         return user_credentials(self._account, who, rights)
 
-    def _issue(self, into: Path, name: str, who: str, rights: Rights, *, serves: bool, days: int) -> None:
+    def _issue(self, into: Path, name: str, who: str, rights: Rights, *, serves: bool, days: int) -> Credentials:
         _make(into)
         issued = self._authority.issue([name], now=_now(), serves=serves, asks=True, days=days)
         until = _now().timestamp() + days * 86_400
@@ -115,6 +171,21 @@ class AuthorityDirectory:
             (identity.CREDENTIALS, credentials.text().encode()),
         ):
             write_private(into / file, content)
+        return credentials
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _add_line(path: Path, line: str) -> None:
+    """Beside others who do the same."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, f"{line}\n".encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _make(directory: Path) -> None:

@@ -191,6 +191,7 @@ class ApiProcess(_Clustered):
         nodes = await self.follow_nodes()
         registry = EngineRegistry(self.engine)
         remote = RemoteRpc(nodes, self.live.to_nodes(), heard=nodes.told)
+        nodes.on_retired = remote.drop
         rpc = TombstoneRpc(remote, nodes, registry, self.clock)
         self.stack.push_async_callback(rpc.close)
         tail = EventTail(EngineLog(self.engine), self.identity.unit)
@@ -223,6 +224,7 @@ class WatcherProcess(_Clustered):
         registry = EngineRegistry(self.engine)
         jobs = await self.follow_jobs(registry)
         rpc = RemoteRpc(nodes, self.live.to_nodes(), heard=nodes.told)
+        nodes.on_retired = rpc.drop
         self.stack.push_async_callback(rpc.close)
         orders = Orders(rpc, ManyNodes(rpc, nodes, registry, self.clock))
         watcher = Watcher(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import ssl
@@ -69,6 +70,17 @@ class Identity:
 
     def _files(self) -> tuple[Path, Path, Path]:
         return self.directory / AUTHORITY, self.directory / CERTIFICATE, self.directory / KEY
+
+
+def remove_identity(directory: Path) -> None:
+    """Raises HostError. Other files that lie there stay."""
+    try:
+        for name in (CREDENTIALS, KEY, CERTIFICATE, AUTHORITY, UNIT, NODE):  # the last says that there is one
+            (directory / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+    except OSError as error:
+        raise HostError(f"the identity in {directory} cannot be removed: {error.strerror}") from error
 
 
 def examine_identity(directory: Path, *, now: datetime.datetime) -> list[Finding]:

@@ -105,12 +105,20 @@ async def _ask(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
             _list(options, members, cards, await _heard(engine, {entry.key for entry in cards}))
             return 0
         node = parse_node_id(_one(options.names, "NODE"))
+        authority = None if options.authority is None else AuthorityDirectory.load(options.authority)
+        if authority is not None:
+            authority.issued_to(node)  # raises before anything is done
         if options.operation == "remove":
             await check_empty(engine, registry, node)
         ruling = await want(registry, node, _WANTED[options.operation], note=options.note)
         if options.operation == "remove":
             await registry.delete(Bucket.NODES, node)
-        _tell(options, {"node": node, "wanted": str(ruling.wanted)}, f"node {node}: {ruling.wanted}")
+        told: dict[str, Any] = {"node": node, "wanted": str(ruling.wanted)}
+        text = f"node {node}: {ruling.wanted}"
+        if authority is not None:
+            told |= {"revoked": authority.revoke(node), "trust": str(authority.trust)}
+            text += f"; copy {authority.trust} to each NATS server, and reload it (nats-server --signal reload=PID)"
+        _tell(options, told, text)
         return 0
     finally:
         await engine.close()

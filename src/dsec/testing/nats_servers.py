@@ -108,6 +108,9 @@ class NatsServers:
         process.send_signal(sign)
         process.wait(60)
 
+    def signal(self, number: int, sign: int) -> None:
+        self._processes[number].send_signal(sign)
+
     def pause(self, number: int) -> None:
         """It holds its connections and says nothing, as behind a cut network."""
         self._processes[number].send_signal(signal.SIGSTOP)

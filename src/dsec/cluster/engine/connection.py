@@ -43,6 +43,8 @@ _ATTEMPT_S: Final = 2.0  # an answer that does not come within it was lost with 
 _PAUSE_S: Final = 0.25
 _CONNECT_S: Final = 10.0
 _PING_S: Final = 3  # a cut that swallows everything is noticed after three of them
+_REFUSED: Final = ("authorization", "authentication")
+_REFUSED_PAUSE_S: Final = 5.0  # between two attempts with credentials that are refused: others may come
 _LOOK_S: Final = 0.5
 _GONE_S: Final = 5.0  # what is asked for after the connection has been lost for so long is refused at once
 _GONE_RETRY_S: Final = 2.0
@@ -97,12 +99,25 @@ class Stored(NamedTuple):
     headers: str  # one a line
 
 
+class _Client(Client):
+    """Reconnects whatever the server says as it closes the connection. For the library an error is the end: of
+    credentials that have expired, say, while new ones lie on the disk."""
+
+    async def _process_err(self, err_msg: str) -> None:
+        if "permissions violation" in err_msg.lower():
+            await super()._process_err(err_msg)  # the connection stays
+            return
+        error = nats.errors.Error(f"nats: {err_msg.strip()}")
+        await self._error_cb(error)
+        await self._process_op_err(error)
+
+
 @dataclass(eq=False)
 class Engine:
     """Reconnects for ever by itself. Made by `connect`."""
 
     settings: EngineSettings
-    client: Client = field(default_factory=Client)
+    client: Client = field(default_factory=_Client)
     _reconnected: set[Callable[[], None]] = field(default_factory=set)
     _since: float = field(default_factory=time.monotonic)
     _away_since: float | None = None  # monotonic
@@ -376,6 +391,8 @@ class Engine:
                 log.warning("more comes from the engine than can be looked at: some is dropped", error=_said(error))
             return
         text = _said(error)
+        if any(word in text.lower() for word in _REFUSED):
+            self.client.options["reconnect_time_wait"] = _REFUSED_PAUSE_S  # until it is taken
         if "permissions violation" in text.lower():
             if len(self._refused) < _REFUSALS_MAX:
                 self._refused.add(text.lower())
@@ -410,6 +427,7 @@ class Engine:
     async def _on_reconnect(self) -> None:
         self._since = time.monotonic()
         self._away_since = None
+        self.client.options["reconnect_time_wait"] = _PAUSE_S
         log.info("connected to the engine again")
         for callback in list(self._reconnected):
             callback()

@@ -115,12 +115,23 @@ def operator_jwt(operator: SigningKey, name: str, *, system_account: str) -> str
     return _sign(operator, operator.public, name, {"type": "operator", "system_account": system_account})
 
 
-def account_jwt(operator: SigningKey, account: SigningKey, name: str, *, jetstream: bool) -> str:
+def account_jwt(
+    operator: SigningKey,
+    account: SigningKey,
+    name: str,
+    *,
+    jetstream: bool,
+    revoked: Mapping[str, int] | None = None,
+) -> str:
+    """`revoked`: public keys of users, and up to when what was issued to them is void."""
     limits: dict[str, Any] = {"subs": -1, "data": -1, "payload": -1, "imports": 0, "exports": 0, "wildcards": False}
     limits |= {"conn": -1, "leaf": 0}
     if jetstream:
         limits |= {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1}
-    return _sign(operator, account.public, name, {"type": "account", "limits": limits})
+    claims: dict[str, Any] = {"type": "account", "limits": limits}
+    if revoked:
+        claims["revocations"] = dict(revoked)
+    return _sign(operator, account.public, name, claims)
 
 
 def user_credentials(account: SigningKey, name: str, rights: Rights, *, expires_at: float | None = None) -> Credentials:

@@ -185,7 +185,10 @@ class NodeDesk:
 
     async def _read(self, node: NodeId, ask: OwnKey) -> Told:
         bucket = _bucket(ask.bucket)
-        if ask.key != node and (bucket, ask.key) != (Bucket.MEMBERS, ruling_key(node)):
+        ruling = (bucket, ask.key) == (Bucket.MEMBERS, ruling_key(node))  # by which one that was retired knows it
+        if self._retired(node) and not ruling:
+            raise NodeRetiredError(f"node {node} has been retired")
+        if ask.key != node and not ruling:
             raise ForbiddenError(f"node {node} may not read {bucket}/{ask.key[:80]}")
         entry = await self._registry.get(bucket, ask.key)
         return Told() if entry is None else Told(value=entry.value, revision=entry.revision)

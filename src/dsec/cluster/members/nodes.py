@@ -92,6 +92,7 @@ class Nodes:
         self._ready = asyncio.Event()
         self.floods: set[NodeId] = set()  # since somebody has taken them
         self.changed = asyncio.Event()  # set at each change; who waits clears it
+        self.on_retired: Callable[[NodeId], None] = lambda _: None  # said again when all is heard anew
         self.on_news: Callable[[], None] = lambda: None  # of any node: there may be room
 
     async def start(self, *, timeout_s: float = 60.0) -> None:
@@ -167,6 +168,8 @@ class Nodes:
         view = self._views.get(NodeId(node))
         if view is None or beat.node != node or view.card is None or view.card.term != beat.term:
             return
+        if view.ruling.wanted == Wanted.RETIRE:
+            return
         view.load, view.admits = beat.load, beat.admits
         view.heard_at = view.loaded_at = self._clock.monotonic_s()
         self.on_news()
@@ -215,6 +218,8 @@ class Nodes:
             self._set_card(view, _read(value, Card))
         elif key.endswith(_RULING):
             view.ruling = _read(value, Ruling) or Ruling()
+            if view.ruling.wanted == Wanted.RETIRE:
+                self.on_retired(node)
         else:
             member = _read(value, Member)
             if member is not None and member.node != node:
