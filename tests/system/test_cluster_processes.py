@@ -375,20 +375,27 @@ async def test_a_replica_that_is_killed_while_it_starts_a_group_leaves_nothing_o
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rounds", [9, 25])  # 45 s and 125 s: cards live for 30
 async def test_nats_may_be_away_for_longer_than_cards_live_and_nobody_is_lost(
-    cluster: ClusterProcesses, servers: NatsServers, caller: Caller
+    cluster: ClusterProcesses, servers: NatsServers, caller: Caller, rounds: int
 ) -> None:
     ids = [await caller.create(f"away-{number}") for number in range(4)]
     named = {"spec": {**SPEC, "name": "kept"}}
     status, made = await caller.ask("POST", "/sandboxes", json=named)
     assert status == 201
     servers.kill(0)
-    for _ in range(9):  # 45 s: cards live for 30
+    for _ in range(rounds):
         await asyncio.sleep(5)
         for id in ids:
             assert (await caller.ask("GET", f"/sandboxes/{id}"))[0] == 200
     status, body = await caller.ask("POST", "/sandboxes", json={"spec": SPEC})
     assert (status, body["code"]) == (429, "no_capacity")
+    for at in range(len(APIS)):  # what needs NATS
+        keyed = {"json": {"spec": SPEC}, "headers": {"Idempotency-Key": "keyed"}}
+        status, body = await caller.ask("POST", "/sandboxes", at=at, **keyed)
+        assert (status, body["code"], body["outcome"]) == (503, "unavailable", "unchanged")
+        assert body["retry_after_s"] == 2.0
+        assert "has been away for" in body["message"]
 
     servers.start(0)
     assert await caller.create("after")

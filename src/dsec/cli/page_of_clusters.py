@@ -16,8 +16,8 @@ CLUSTER: Final[dict[str, Page]] = {
     ),
     "node": Page(
         "It joins under the id in its identity, and serves API replicas alone. Without NATS its sandboxes run on and "
-        "are served; it takes nothing new. When another process joins under its id, it ends. With --leave it does not "
-        "run: it ends the launcher and its mounts and removes the machine's identity, and refuses while sandboxes live.",
+        "are served; it takes nothing new. When another process joins under its id, it ends. With --leave it ends "
+        "the launcher and its mounts and removes the machine's identity instead, and refuses while sandboxes live.",
         (
             ("dsec node --join tls://nats-1:4222 --advertise 10.0.0.5:7373", "join, and say where replicas reach it"),
             ("dsec node --leave", "after `dsec cluster remove`, when it has ended"),
@@ -67,8 +67,8 @@ CLUSTER: Final[dict[str, Page]] = {
     "cluster serve": Page("", (("dsec cluster serve k7m2p4qz", "after cordon or drain"),), "node, wanted", OF_SERVICE),
     "cluster remove": Page(
         "Only a node that was drained and says that it has no sandboxes. Its process ends, its id is never good again, "
-        "and nothing is written for its credentials any more. With --authority NATS refuses them, too, once its servers have "
-        "the trust file that is named. Its machine is cleaned there: `dsec node --leave`.",
+        "and nothing is written for its credentials any more. With --authority NATS refuses them, too, once its "
+        "servers have the trust file that is named. Its machine is cleaned there: `dsec node --leave`.",
         (("dsec cluster remove k7m2p4qz --authority ~/dsec-keys", "some time after `dsec cluster drain k7m2p4qz`"),),
         "node, wanted; with --authority: revoked, trust",
         OF_SERVICE,
