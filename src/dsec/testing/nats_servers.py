@@ -9,6 +9,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,8 +113,12 @@ class NatsServers:
         self._processes[number].send_signal(sign)
 
     def pause(self, number: int) -> None:
-        """It holds its connections and says nothing, as behind a cut network."""
+        """It holds its connections and says nothing, as behind a cut network. Returns when it stands still."""
         self._processes[number].send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + _START_S
+        while _runs(self.pid(number)):
+            assert time.monotonic() < deadline, "it does not stop"
+            time.sleep(0.001)
 
     def resume(self, number: int) -> None:
         self._processes[number].send_signal(signal.SIGCONT)
@@ -175,6 +180,15 @@ class NatsServers:
             listen = f"listen: 127.0.0.1:{self._routes[number]}"
             lines.append(f"cluster {{ name: test, {listen}, routes: [{routes}], tls {{ {tls} }} }}")
         return "\n".join((*lines, "include nats/nats-trust.conf")) + "\n"
+
+
+def _runs(pid: int) -> bool:
+    """Any of its threads: they stop one after the other."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # a thread that has ended
+            if stat.read_text().rpartition(")")[2].split()[0] != "T":
+                return True
+    return False
 
 
 @contextlib.asynccontextmanager
