@@ -16,14 +16,11 @@ from typing import Any, Final
 from bench.memory import least, pss_bytes
 from dsec.agent.client import AgentClient
 from dsec.backends.microvm.backend import MicrovmBackend
-from dsec.backends.microvm.config import MicrovmConfig
 from dsec.backends.vm.driver import Driver
-from dsec.core.errors import UnsupportedError
-from dsec.core.ids import new_node_id
 from dsec.core.limits import MIB
 from dsec.core.spec import Substrate
 from dsec.testing.hosts import instance_spec
-from dsec.testing.launchers import remove_cgroups
+from dsec.testing.microvms import microvms_in
 from dsec.wire.agent import ClaimArgs, RemoveArgs, WriteArgs
 
 FREED_MIB: Final = 64
@@ -81,23 +78,8 @@ class Booted(MicrovmBackend):
 
 async def weigh(directory: Path, *, reported: bool) -> Mapping[str, float]:
     """In a directory with a short name. Raises UnsupportedError where QEMU runs no guests."""
-    node = new_node_id()
-    config = MicrovmConfig(
-        run_dir=directory / "run",
-        state_dir=directory / "state",
-        id_dir=directory / "ids",
-        cgroup_parent=f"dsec-bench-{node}",
-        monitor="qemu",
-    )
-    backend = Booted(config, node=node)
-    try:
-        probe = await backend.probe()
-        if not probe.usable:
-            raise UnsupportedError(f"microvm: {probe.reason}")
+    async with microvms_in(directory, Booted) as (backend, _):
         return await backend.weigh(reported=reported)
-    finally:
-        await backend.close()
-        await asyncio.to_thread(remove_cgroups, config.cgroup_parent)
 
 
 def weigh_both() -> dict[str, Mapping[str, float]]:

@@ -3,10 +3,9 @@ before 8.2, shown here, and what keeps us from it."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from dsec.core.ids import new_node_id
 from dsec.core.limits import MIB
 from dsec.core.spec import Substrate
 from dsec.testing.hosts import Intents, instance_spec
-from dsec.testing.launchers import remove_cgroups
+from dsec.testing.microvms import microvms_in
 from dsec.testing.waiting import eventually
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
@@ -51,25 +50,12 @@ class Site:
 
 @asynccontextmanager
 async def site(directory: Path) -> AsyncIterator[Site]:
-    node = new_node_id()
-    config = MicrovmConfig(
-        run_dir=directory / "run",
-        state_dir=directory / "state",
-        id_dir=directory / "ids",
-        cgroup_parent=f"dsec-contract-{node}",
-        monitor="qemu",
-    )
-    backend = MicrovmBackend(config, node=node)
-    try:
-        probe = await backend.probe()
-        if not probe.usable:
-            pytest.skip(f"microvm: {probe.reason}")
+    async with AsyncExitStack() as stack:
+        try:
+            backend, config = await stack.enter_async_context(microvms_in(directory, MicrovmBackend))
+        except UnsupportedError as error:
+            pytest.skip(error.message)
         yield Site(backend, config)
-    finally:
-        for instance in list(backend.instances.values()):
-            await instance.destroy()
-        await backend.close()
-        await asyncio.to_thread(remove_cgroups, config.cgroup_parent)
 
 
 def digest(path: Path) -> str:

@@ -12,7 +12,7 @@ import typer
 from dsec.cli.completion import complete_sandbox
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 
     from dsec.core.errors import DsecError
     from dsec.sdk.client import AsyncClient
@@ -81,6 +81,27 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     finally:
         work.close()  # has no effect once it has run; Ctrl-C may come before it begins
+
+
+def for_each(
+    what: Sequence[str],
+    act: Callable[[AsyncClient, str], Awaitable[object]],
+    *,
+    said: str = "removed {}",
+    key: str = "removed",
+) -> None:
+    """One after the other; the first that fails ends it."""
+
+    async def work() -> None:
+        async with client() as c:
+            for one in what:
+                await act(c, one)
+                if not settings.json:
+                    say(said.format(one))
+        if settings.json:
+            put_json({key: what})
+
+    run_async(work())
 
 
 def say(text: str) -> None:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsec.cli.completion import complete_environment
-from dsec.cli.console import Json, OnNode, age, clean, client, put_json, run_async, say, settings, table, when
+from dsec.cli.console import Json, OnNode, age, clean, client, for_each, put_json, run_async, say, settings, table, when
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
-    from dsec.wire.environments import BuildEvent, EnvironmentInfo, LayerUse
+    from dsec.sdk.client import AsyncClient
+    from dsec.wire.environments import BuildEvent, EnvironmentInfo, EnvironmentTrace, LayerUse
 
 app = typer.Typer(help="Environments: what sandboxes start from.", no_args_is_help=True)
 Name = Annotated[
@@ -293,9 +294,13 @@ def show_use(layers: Iterable[LayerUse]) -> None:
 def trace(name: Name, json: Json = False) -> None:
     """Record in the store what has been read of an environment, for other nodes to load first."""
 
+    put_trace(lambda c: c.environments.trace(name))
+
+
+def put_trace(ask: Callable[[AsyncClient], Awaitable[EnvironmentTrace]]) -> None:
     async def work() -> None:
         async with client() as c:
-            found = await c.environments.trace(name)
+            found = await ask(c)
         if settings.json:
             put_json(found)
             return
@@ -313,16 +318,7 @@ def rm(
 ) -> None:
     """Remove environments. Sandboxes that run keep what they use."""
 
-    async def work() -> None:
-        async with client() as c:
-            for name in names:
-                await c.environments.remove(name)
-                if not settings.json:
-                    say(f"removed {name}")
-        if settings.json:
-            put_json({"removed": names})
-
-    run_async(work())
+    for_each(names, lambda c, name: c.environments.remove(name))
 
 
 command(app, build, of="env")

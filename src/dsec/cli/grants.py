@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dsec.cli.console import Json, age, client, put_json, run_async, say, settings, table
+from dsec.cli.console import Json, age, client, for_each, put_json, run_async, say, settings, table
 from dsec.cli.pages import command
 
 app = typer.Typer(help="Grants: who may do what in which project.", no_args_is_help=True)
@@ -66,16 +66,7 @@ def rm(
 ) -> None:
     """Take grants back, and all that was given by them."""
 
-    async def work() -> None:
-        async with client() as c:
-            for id in ids:
-                await c.grants.revoke(id)
-                if not settings.json:
-                    say(f"took back {id}")
-        if settings.json:
-            put_json({"revoked": ids})
-
-    run_async(work())
+    for_each(ids, lambda c, id: c.grants.revoke(id), said="took back {}", key="revoked")
 
 
 def principals(json: Json = False) -> None:

@@ -8,10 +8,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsec.cli.console import Json, age, clean, client, lay_out, put_json, run_async, say, settings, table, without
+from dsec.cli.console import (
+    Json,
+    age,
+    clean,
+    client,
+    for_each,
+    lay_out,
+    put_json,
+    run_async,
+    say,
+    settings,
+    table,
+    without,
+)
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
+    from dsec.sdk.client import AsyncClient
     from dsec.wire.groups import GroupInfo
     from dsec.wire.plans import GroupExplanation
 
@@ -151,16 +165,10 @@ def down(
 ) -> None:
     """Destroy all sandboxes of groups, and forget them. Volumes stay."""
 
-    async def work() -> None:
-        async with client() as c:
-            for name in names:
-                await (await c.groups.get(name)).down()
-                if not settings.json:
-                    say(f"group {name} is gone")
-        if settings.json:
-            put_json({"removed": names})
+    async def act(c: AsyncClient, name: str) -> None:
+        await (await c.groups.get(name)).down()
 
-    run_async(work())
+    for_each(names, act, said="group {} is gone")
 
 
 command(app, up, of="group")

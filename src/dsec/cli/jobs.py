@@ -13,6 +13,7 @@ from dsec.cli.console import (
     clean,
     client,
     complain,
+    for_each,
     put_json,
     run_async,
     say,
@@ -24,6 +25,7 @@ from dsec.cli.console import (
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
+    from dsec.sdk.client import AsyncClient
     from dsec.sdk.reports import JobReport
     from dsec.wire.jobs import JobInfo
 
@@ -168,16 +170,10 @@ def rm(
 ) -> None:
     """Forget jobs that are stopped."""
 
-    async def work() -> None:
-        async with client() as c:
-            for name in names:
-                await (await c.jobs.get(name)).remove()
-                if not settings.json:
-                    say(f"removed {name}")
-        if settings.json:
-            put_json({"removed": names})
+    async def act(c: AsyncClient, name: str) -> None:
+        await (await c.jobs.get(name)).remove()
 
-    run_async(work())
+    for_each(names, act)
 
 
 command(app, create, of="job")

@@ -9,7 +9,7 @@ import typer
 
 from dsec.cli import environments
 from dsec.cli.completion import complete_environment
-from dsec.cli.console import Json, age, clean, client, put_json, run_async, say, settings, table
+from dsec.cli.console import Json, age, clean, client, for_each, put_json, run_async, say, settings, table
 from dsec.cli.environments import Name, Progress, show_use
 from dsec.cli.pages import command
 
@@ -203,16 +203,7 @@ def rm(
 ) -> None:
     """Remove layers that no environment and no sandbox has."""
 
-    async def work() -> None:
-        async with client() as c:
-            for digest in digests:
-                await c.layers.remove(digest)
-                if not settings.json:
-                    say(f"removed {digest}")
-        if settings.json:
-            put_json({"removed": digests})
-
-    run_async(work())
+    for_each(digests, lambda c, digest: c.layers.remove(digest))
 
 
 def collapse(

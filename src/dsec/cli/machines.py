@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsec.cli.console import Json, age, client, put_json, run_async, say, settings, table
+from dsec.cli.console import Json, age, client, for_each, put_json, run_async, settings, table
+from dsec.cli.environments import put_trace
 from dsec.cli.pages import command
 from dsec.cli.service import become
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from dsec.sdk.client import AsyncClient
     from dsec.wire.machines import DiskFile, MachineInfo
 
 app = typer.Typer(help="Images that full machines begin as.", no_args_is_help=True)
@@ -189,42 +193,30 @@ def export(
     json: Json = False,
 ) -> None:
     """Write the disk of an image into a file."""
-    check_disk_format(format)
-
-    async def work() -> None:
-        async with client() as c:
-            put_disk(await c.machines.export(name, file, format=format))
-
-    run_async(work())
+    export_disk(lambda c: c.machines.export(name, file, format=format), format)
 
 
-def check_disk_format(format: str) -> None:
+def export_disk(ask: Callable[[AsyncClient], Awaitable[DiskFile]], format: str) -> None:
     if format not in ("raw", "qcow2"):
         raise typer.BadParameter("is one of raw, qcow2", param_hint="--format")
 
+    async def work() -> None:
+        from dsec.core.units import format_size
 
-def put_disk(made: DiskFile) -> None:
-    from dsec.core.units import format_size
+        async with client() as c:
+            made = await ask(c)
+        if settings.json:
+            put_json(made)
+        else:
+            print(f"{made.path}: {format_size(made.disk_bytes)}, takes {format_size(made.used_bytes)}")
 
-    if settings.json:
-        put_json(made)
-    else:
-        print(f"{made.path}: {format_size(made.disk_bytes)}, takes {format_size(made.used_bytes)}")
+    run_async(work())
 
 
 def trace(name: Name, json: Json = False) -> None:
     """Record in the store what has been read of an image's disk, for other nodes to load first."""
 
-    async def work() -> None:
-        async with client() as c:
-            found = await c.machines.trace(name)
-        if settings.json:
-            put_json(found)
-            return
-        for layer in found.layers:
-            print(f"{layer.digest[:12]}: {layer.chunks} chunks")
-
-    run_async(work())
+    put_trace(lambda c: c.machines.trace(name))
 
 
 def _put(info: MachineInfo) -> None:
@@ -240,16 +232,7 @@ def rm(
 ) -> None:
     """Remove images. Machines of them run on."""
 
-    async def work() -> None:
-        async with client() as c:
-            for name in names:
-                await c.machines.remove(name)
-                if not settings.json:
-                    say(f"removed {name}")
-        if settings.json:
-            put_json({"removed": names})
-
-    run_async(work())
+    for_each(names, lambda c, name: c.machines.remove(name))
 
 
 command(app, build, of="vm")

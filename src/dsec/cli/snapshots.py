@@ -9,8 +9,21 @@ from typing import Annotated
 import typer
 
 from dsec.cli.completion import complete_sandbox
-from dsec.cli.console import Json, age, clean, client, find_id, put_json, run_async, say, settings, table, when
-from dsec.cli.machines import check_disk_format, put_disk
+from dsec.cli.console import (
+    Json,
+    age,
+    clean,
+    client,
+    find_id,
+    for_each,
+    put_json,
+    run_async,
+    say,
+    settings,
+    table,
+    when,
+)
+from dsec.cli.machines import export_disk
 from dsec.cli.pages import command
 
 app = typer.Typer(help="Snapshots: what sandboxes had on their disks, kept by name.", no_args_is_help=True)
@@ -103,16 +116,7 @@ def rm(
 ) -> None:
     """Remove snapshots that no living sandbox was made from."""
 
-    async def work() -> None:
-        async with client() as c:
-            for name in names:
-                await c.snapshots.remove(name)
-                if not settings.json:
-                    say(f"removed {name}")
-        if settings.json:
-            put_json({"removed": names})
-
-    run_async(work())
+    for_each(names, lambda c, name: c.snapshots.remove(name))
 
 
 def publish(
@@ -199,13 +203,7 @@ def export(
     json: Json = False,
 ) -> None:
     """Write the disk of a machine's snapshot into a file."""
-    check_disk_format(format)
-
-    async def work() -> None:
-        async with client() as c:
-            put_disk(await c.machines.export_snapshot(snapshot, file, format=format))
-
-    run_async(work())
+    export_disk(lambda c: c.machines.export_snapshot(snapshot, file, format=format), format)
 
 
 command(app, create, of="snapshot")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsec.cli.console import Json, age, clean, client, put_json, run_async, say, settings, table, when
+from dsec.cli.console import Json, age, clean, client, for_each, put_json, run_async, settings, table, when
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
@@ -116,16 +116,7 @@ def rm(
 ) -> None:
     """Remove volumes, with all that is in them."""
 
-    async def work() -> None:
-        async with client() as c:
-            for name in names:
-                await c.volumes.remove(name, project=project)
-                if not settings.json:
-                    say(f"removed {name}")
-        if settings.json:
-            put_json({"removed": names})
-
-    run_async(work())
+    for_each(names, lambda c, name: c.volumes.remove(name, project=project))
 
 
 def mounts(volumes: list[str] | None, datasets: list[str] | None) -> list[VolumeMount]:
