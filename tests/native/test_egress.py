@@ -269,19 +269,43 @@ async def test_what_is_sent_arrives_whole_both_ways_and_halves_close(place: Site
     assert (counts.up_bytes, counts.down_bytes) == (len(data), len(came))
 
 
-async def test_its_death_lets_nothing_through_and_the_next_one_serves_all_again(place: Site) -> None:
+@pytest.mark.parametrize("victim", ["server", "keeper"])
+async def test_its_death_lets_nothing_through_and_the_next_one_serves_all_again(place: Site, victim: str) -> None:
     await place.attach(rule("index.example"))
     place.ask("index.example")
     before = place.egress.pid
     with place.sandbox.connect(WEB, 443) as link:
         link.sendall(b"\1")
         assert link.recv(100)
-        os.kill(before, signal.SIGKILL)
+        os.kill(before if victim == "server" else _parent_of(before), signal.SIGKILL)
         assert is_reset(link)
     await eventually(lambda: place.egress.pid != before)
     await eventually(lambda: place.ask("index.example") == (0, [WEB]))
     assert place.says(WEB, 443)
     assert place.ask("evil.example")[0] == REFUSED
+
+
+async def test_what_reads_a_sandboxs_bytes_has_no_rights(place: Site) -> None:
+    await place.attach()
+    server, keeper = (_status_of(pid) for pid in (place.egress.pid, _parent_of(place.egress.pid)))
+
+    assert server["Uid"].split() == server["Gid"].split() == ["65534"] * 4
+    assert {server[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
+    assert (server["NoNewPrivs"], server["Groups"].strip()) == ("1", "")
+    rights = {10, 12, 13, 19, 21}  # bind_service, net_admin, net_raw, sys_ptrace, sys_admin
+    for name in ("CapPrm", "CapEff", "CapBnd"):
+        held = int(keeper[name], 16)
+        assert {number for number in range(64) if held >> number & 1} <= rights
+    assert keeper["NoNewPrivs"] == "1"
+
+
+def _parent_of(pid: int) -> int:
+    return int(_status_of(pid)["PPid"])
+
+
+def _status_of(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 async def test_after_detaching_nothing_is_reached_and_nothing_is_left(place: Site) -> None:

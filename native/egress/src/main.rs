@@ -7,6 +7,7 @@ mod desk;
 mod dns;
 mod error;
 mod flow;
+mod keeper;
 mod limits;
 mod network;
 mod packet;
@@ -28,10 +29,12 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
+use dsec_sys::passing::message_pair;
 use dsec_sys::seqpacket::{self, Kind};
-use dsec_sys::{identity, namespaces, paths, process};
+use dsec_sys::{identity, namespaces, paths, process, rights};
 
 use crate::error::{Doing, Error, Result};
+use crate::keeper::Keeper;
 use crate::server::Server;
 use crate::shared::Shared;
 
@@ -44,8 +47,10 @@ const SOCKET: &str = "egress.sock";
 const BACKLOG: i32 = 16;
 /// Descriptors, if we may have as many: for thousands of sandboxes and tens of thousands of connections.
 const DESCRIPTORS: [u64; 3] = [1 << 20, 1 << 18, 1 << 16];
-/// What attaching needs: ports below 1024 and packets in sandboxes' networks, routes and programs there, finding and entering
-/// these networks. Everything else is given up.
+/// Owns nothing.
+const NOBODY: u32 = 65_534;
+/// What the keeper needs: ports below 1024 and packets in sandboxes' networks, routes and programs there, finding and entering
+/// these networks.
 const CAPABILITIES: u64 = 1 << 10 | 1 << 12 | 1 << 13 | 1 << 19 | 1 << 21;
 
 fn main() {
@@ -77,15 +82,34 @@ fn run_in(run: &Path) -> Result<i32> {
     // Fails only for the leader of a group, which has a session of its own if its starter wanted that.
     let _ = namespaces::new_session();
     let descriptors = raise_descriptors()?;
-    confine()?;
+    let (ours, theirs) = message_pair().doing("making a pair of sockets")?;
+    match namespaces::clone(&namespaces::Clone::default()).doing("starting the server")? {
+        namespaces::Side::Child => {
+            drop(ours);
+            serve(&run, descriptors, Keeper::new(theirs), ready).map(|()| 0)
+        }
+        namespaces::Side::Parent { pid, .. } => {
+            drop((theirs, ready));
+            give_up_all_but(CAPABILITIES)?;
+            keeper::keep(&ours)?;
+            let status = namespaces::reap_one(pid).doing("waiting for the server")?;
+            drop(lock); // held by both until now
+            Ok(status >> 8 & 0xff)
+        }
+    }
+}
+
+/// What reads what strangers send has no rights.
+fn serve(run: &Path, descriptors: u64, keeper: Keeper, ready: OwnedFd) -> Result<()> {
     let signals =
         seqpacket::signal_descriptor(&[libc::SIGTERM, libc::SIGINT]).doing("blocking signals")?;
-    let server = Server::new(listen(&run)?, signals, Shared::new(descriptors)?)?;
+    let listener = listen(run)?;
+    give_up_all_but(0)?;
+    rights::become_for_good(NOBODY, NOBODY, &[], 0).doing("becoming nobody")?;
+    let server = Server::new(listener, signals, keeper, Shared::new(descriptors)?)?;
     paths::write_once(ready.as_fd(), b"r").doing("telling that it serves")?;
     drop(ready);
-    let result = server.serve();
-    drop(lock);
-    result.map(|()| 0)
+    server.serve()
 }
 
 fn lock(run: &Path) -> Result<Option<OwnedFd>> {
@@ -132,18 +156,22 @@ fn raise_descriptors() -> Result<u64> {
     Ok(most)
 }
 
-/// Rights that it will never need are given up, and none comes back by starting a program.
-fn confine() -> Result<()> {
+/// None comes back by starting a program.
+fn give_up_all_but(keep: u64) -> Result<()> {
     identity::clear_groups().doing("leaving all groups")?;
-    identity::bound_capabilities(CAPABILITIES, identity::last_capability())
-        .doing("giving rights up")?;
-    let held = identity::capabilities().doing("looking at rights")?;
-    identity::set_capabilities(identity::CapabilitySets {
-        effective: held.permitted & CAPABILITIES,
-        permitted: held.permitted & CAPABILITIES,
-        inheritable: 0,
-    })
-    .doing("giving rights up")?;
+    identity::bound_capabilities(keep, identity::last_capability()).doing("giving rights up")?;
+    if keep != 0 {
+        let held = identity::capabilities()
+            .doing("looking at rights")?
+            .permitted
+            & keep;
+        let sets = identity::CapabilitySets {
+            effective: held,
+            permitted: held,
+            inheritable: 0,
+        };
+        identity::set_capabilities(sets).doing("giving rights up")?;
+    }
     identity::no_new_privileges().doing("giving rights up")
 }
 

@@ -31,7 +31,7 @@ pub struct Found {
     /// Readable when it has ended.
     pub process: OwnedFd,
     pub id: Id,
-    network: File,
+    pub network: File,
 }
 
 /// What is served of one family.
@@ -104,9 +104,9 @@ fn start_in(stat: &str) -> Option<u64> {
     rest.split_ascii_whitespace().nth(19)?.parse().ok()
 }
 
-impl Found {
+impl Sockets {
     /// Sets the namespace up and steers it. May be repeated once the sockets of before are closed.
-    pub fn steer(&self) -> Result<Sockets> {
+    pub fn make(network: &File) -> Result<Sockets> {
         let map = bpf::socket_map(steering::SOCKETS).doing("making a map of sockets")?;
         let program = bpf::load_socket_chooser(&steering::program(map.as_raw_fd()))
             .doing("loading the steering program")?;
@@ -115,7 +115,7 @@ impl Found {
             let thread = std::thread::Builder::new()
                 .name("into a network".into())
                 .spawn_scoped(scope, || {
-                    enter(self.network.as_fd(), NEW_NET).doing("entering a network")?;
+                    enter(network.as_fd(), NEW_NET).doing("entering a network")?;
                     set_up()
                 })
                 .doing("starting a thread")?;
@@ -135,8 +135,8 @@ impl Found {
         for (number, socket) in sockets {
             bpf::set_socket(map.as_fd(), number, socket.as_fd()).doing("giving a socket")?;
         }
-        let link = bpf::attach_to_network(program.as_fd(), self.network.as_fd())
-            .doing("steering a network")?;
+        let link =
+            bpf::attach_to_network(program.as_fd(), network.as_fd()).doing("steering a network")?;
         Ok(Sockets { v4, v6, link })
     }
 }

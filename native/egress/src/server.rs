@@ -9,8 +9,9 @@ use dsec_sys::epoll::{Poller, Ready, Source, READ};
 
 use crate::desk::Desk;
 use crate::error::{Doing, Error, Result};
+use crate::keeper::{Keeper, Process};
 use crate::limits::{COUNTS_PAGE, DENIED_EVERY, ENDED_MAX, SANDBOXES_MAX, SANDBOX_NAME_MAX, TICK};
-use crate::network::{self, Found, Id};
+use crate::network::Id;
 use crate::policy::Policy;
 use crate::sandbox::{Places, Sandbox};
 use crate::settings::Settings;
@@ -26,10 +27,14 @@ const SIGNALS: u64 = 1;
 const LINK: u64 = 2;
 const SANDBOX: u64 = 3;
 const PROCESS: u64 = 4;
+const KEEPER: u64 = 5;
 
 pub struct Server {
     desk: Desk,
     _signals: Source,
+    /// Readable when it has ended.
+    _kept: Source,
+    keeper: Keeper,
     sandboxes: Slab<Sandbox>,
     by_name: BTreeMap<String, Key>,
     networks: BTreeMap<Id, String>,
@@ -43,18 +48,28 @@ pub struct Server {
 }
 
 impl Server {
-    pub fn new(listener: OwnedFd, signals: OwnedFd, shared: Shared) -> Result<Server> {
+    pub fn new(
+        listener: OwnedFd,
+        signals: OwnedFd,
+        keeper: Keeper,
+        shared: Shared,
+    ) -> Result<Server> {
         let poller = Poller::new().doing("making a poller")?;
+        let kept = keeper.as_descriptor().doing("waiting for the keeper")?;
+        let mut kept = Source::new(&poller, kept, KEEPER << 60);
         let mut listener = Source::new(&poller, listener, LISTENER << 60);
         let mut signals = Source::new(&poller, signals, SIGNALS << 60);
         listener
             .want(READ)
             .and_then(|()| signals.want(READ))
+            .and_then(|()| kept.want(READ))
             .doing("waiting for nodes")?;
         let now = shared.now;
         Ok(Server {
             desk: Desk::new(listener, LINK),
             _signals: signals,
+            _kept: kept,
+            keeper,
             sandboxes: Slab::default(),
             by_name: BTreeMap::new(),
             networks: BTreeMap::new(),
@@ -94,7 +109,8 @@ impl Server {
         let (kind, key) = read_token(event.token);
         match kind {
             LISTENER => self.desk.accept_all(&self.poller),
-            SIGNALS => self.stops = true,
+            // Without a keeper no sandbox can be attached: another program of ours has to take over.
+            SIGNALS | KEEPER => self.stops = true,
             LINK => {
                 for message in self.desk.requests(key) {
                     self.answer(key, &message);
@@ -189,7 +205,8 @@ impl Server {
         }
         let policy = Policy::parse(args.rules.as_deref())?;
         let most = args.connections as usize;
-        let found = network::find(args.pid, args.start)?;
+        let process = (args.pid, args.start);
+        let found = self.keeper.find(process)?;
         if self
             .networks
             .get(&found.id)
@@ -209,7 +226,7 @@ impl Server {
             }
         }
         let before = self.forget(&name);
-        self.add(name, policy, most, found, before)
+        self.add(name, policy, most, (found.id, process), before)
     }
 
     fn add(
@@ -217,7 +234,7 @@ impl Server {
         name: String,
         policy: Policy,
         most: usize,
-        found: Found,
+        (id, process): (Id, Process),
         before: Option<Counts>,
     ) -> Result<AttachAnswer> {
         let count = self.by_name.len();
@@ -226,7 +243,12 @@ impl Server {
                 "there are as many sandboxes as there may be".into(),
             ));
         }
-        let sockets = found.steer()?;
+        let (found, sockets) = self.keeper.steer(process)?;
+        if found.id != id {
+            return Err(Error::Busy(
+                "the process has just changed its network".into(),
+            ));
+        }
         let ipv6 = sockets.v6.is_some();
         let counts = Counts {
             sandbox: name.clone(),
@@ -235,7 +257,7 @@ impl Server {
         };
         let own = Poller::new().doing("making a poller")?;
         let descriptor = own.as_descriptor().doing("making a poller")?;
-        let (poller, shared, id) = (&self.poller, &self.shared, found.id);
+        let (poller, shared) = (&self.poller, &self.shared);
         let key = self.sandboxes.try_insert_with(|key| {
             let mut outer = Source::new(poller, descriptor, token(SANDBOX, key));
             outer.want(READ).doing("waiting for a sandbox")?;

@@ -6,15 +6,24 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use crate::result::check;
 
-const DESCRIPTORS_MAX: usize = 4;
+const DESCRIPTORS_MAX: usize = 8;
 
 pub fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    pair_of(libc::SOCK_STREAM)
+}
+
+/// A pair that keeps message borders.
+pub fn message_pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    pair_of(libc::SOCK_SEQPACKET)
+}
+
+fn pair_of(kind: i32) -> io::Result<(OwnedFd, OwnedFd)> {
     let mut fds = [0; 2];
     // SAFETY: `fds` holds two descriptors; on success both are new and ours.
     unsafe {
         check(libc::socketpair(
             libc::AF_UNIX,
-            libc::SOCK_STREAM | libc::SOCK_CLOEXEC,
+            kind | libc::SOCK_CLOEXEC,
             0,
             fds.as_mut_ptr(),
         ))?;
@@ -22,7 +31,7 @@ pub fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
     }
 }
 
-/// Sends some of `bytes` (at least one), and copies of all `descriptors` (at most 4) with the first of them.
+/// Sends some of `bytes` (at least one), and copies of all `descriptors` (at most 8) with the first of them.
 pub fn send_with(
     socket: &impl AsRawFd,
     bytes: &[u8],
@@ -68,6 +77,12 @@ pub fn receive_with(
     socket: &impl AsRawFd,
     bytes: &mut [u8],
 ) -> io::Result<(usize, Option<OwnedFd>)> {
+    let (count, found) = receive_all(socket, bytes)?;
+    Ok((count, found.into_iter().next()))
+}
+
+/// Some bytes, and the descriptors that come with them, as far as there is room for them in this process. Waits for them.
+pub fn receive_all(socket: &impl AsRawFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut part = libc::iovec {
         iov_base: bytes.as_mut_ptr().cast(),
         iov_len: bytes.len(),
@@ -98,7 +113,7 @@ pub fn receive_with(
             }
             header = libc::CMSG_NXTHDR(&raw const message, header);
         }
-        Ok((count, found.into_iter().next()))
+        Ok((count, found))
     }
 }
 

@@ -1,0 +1,251 @@
+//! The process that has rights, and does nothing but find networks, set them up, and hand sockets over. Nothing that a sandbox
+//! sends gets here. The server asks it, and each ends when the other has.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use dsec_sys::passing::{receive_all, send_with};
+
+use crate::error::{Doing, Error, Result};
+use crate::network::{self, Family, Id, Sockets};
+
+/// Number and start.
+pub type Process = (i32, u64);
+
+const FIND: u8 = 1;
+const STEER: u8 = 2;
+const REQUEST_BYTES: usize = 13;
+/// What is said of an error is cut at that.
+const TEXT_BYTES_MAX: usize = 600;
+const ANSWER_BYTES_MAX: usize = 2 * TEXT_BYTES_MAX + 32;
+/// How an answer begins: it is done, or the kind of error.
+const DONE: u8 = 0;
+const HOST: u8 = 1;
+const INVALID: u8 = 2;
+const NOT_FOUND: u8 = 3;
+const BUSY: u8 = 4;
+
+pub struct Found {
+    /// Readable when it has ended.
+    pub process: OwnedFd,
+    pub id: Id,
+}
+
+/// The server's end.
+pub struct Keeper {
+    link: OwnedFd,
+}
+
+impl Keeper {
+    pub fn new(link: OwnedFd) -> Keeper {
+        Keeper { link }
+    }
+
+    /// Readable when the keeper has ended, while nothing is asked of it.
+    pub fn as_descriptor(&self) -> io::Result<OwnedFd> {
+        self.link.try_clone()
+    }
+
+    pub fn find(&mut self, process: Process) -> Result<Found> {
+        let (id, mut descriptors) = self.ask(FIND, process)?;
+        match descriptors.pop() {
+            Some(process) if descriptors.is_empty() => Ok(Found { process, id }),
+            _ => Err(incomplete()),
+        }
+    }
+
+    pub fn steer(&mut self, process: Process) -> Result<(Found, Sockets)> {
+        let (id, descriptors) = self.ask(STEER, process)?;
+        let count = descriptors.len();
+        let mut descriptors = descriptors.into_iter();
+        let mut next = || descriptors.next().ok_or_else(incomplete);
+        let (process, link) = (next()?, next()?);
+        let mut family = || {
+            Ok(Family {
+                listener: next()?,
+                questions: next()?,
+                packets: next()?,
+            })
+        };
+        let v4 = family()?;
+        let v6 = if count > 5 { Some(family()?) } else { None };
+        Ok((Found { process, id }, Sockets { v4, v6, link }))
+    }
+
+    fn ask(&mut self, what: u8, (pid, start): Process) -> Result<(Id, Vec<OwnedFd>)> {
+        let mut request = vec![what];
+        request.extend(pid.to_ne_bytes());
+        request.extend(start.to_ne_bytes());
+        send_with(&self.link, &request, &[]).doing("asking the keeper")?;
+        let mut answer = [0; ANSWER_BYTES_MAX];
+        let (count, descriptors) =
+            receive_all(&self.link, &mut answer).doing("hearing the keeper")?;
+        read_answer(&answer[..count])
+            .unwrap_or_else(|| Err(incomplete()))
+            .map(|id| (id, descriptors))
+    }
+}
+
+fn incomplete() -> Error {
+    Error::Busy("the keeper has ended, or descriptors are short".into())
+}
+
+/// Does what is asked until the server has ended.
+pub fn keep(link: &OwnedFd) -> Result<()> {
+    loop {
+        let mut request = [0; REQUEST_BYTES];
+        let (count, _) = match receive_all(link, &mut request) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(()),
+            other => other.doing("hearing the server")?,
+        };
+        if count == 0 {
+            return Ok(());
+        }
+        let done = match read_request(&request[..count]) {
+            Some((what, process)) => act(what, process),
+            None => Err(Error::Invalid("no request".into())),
+        };
+        let (answer, descriptors) = match done {
+            Ok((id, descriptors)) => {
+                let mut answer = vec![DONE];
+                answer.extend(id.0.to_ne_bytes());
+                answer.extend(id.1.to_ne_bytes());
+                (answer, descriptors)
+            }
+            Err(error) => (write_error(&error), Vec::new()),
+        };
+        let borrowed: Vec<BorrowedFd> = descriptors.iter().map(AsFd::as_fd).collect();
+        match send_with(link, &answer, &borrowed) {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
+            other => other.doing("answering the server")?,
+        };
+    }
+}
+
+fn act(what: u8, (pid, start): Process) -> Result<(Id, Vec<OwnedFd>)> {
+    let found = network::find(pid, start)?;
+    let mut descriptors = vec![found.process];
+    if what == STEER {
+        let sockets = Sockets::make(&found.network)?;
+        descriptors.push(sockets.link);
+        for family in [Some(sockets.v4), sockets.v6].into_iter().flatten() {
+            descriptors.extend([family.listener, family.questions, family.packets]);
+        }
+    }
+    Ok((found.id, descriptors))
+}
+
+fn read_request(request: &[u8]) -> Option<(u8, Process)> {
+    let request: &[u8; REQUEST_BYTES] = request.try_into().ok()?;
+    let [what, pid @ .., _, _, _, _, _, _, _, _] = *request;
+    let start = u64::from_ne_bytes(*request.last_chunk()?);
+    matches!(what, FIND | STEER).then_some((what, (i32::from_ne_bytes(pid), start)))
+}
+
+fn write_error(error: &Error) -> Vec<u8> {
+    let (kind, number, doing, text) = match error {
+        Error::Host { doing, source } => {
+            let number = source.raw_os_error().unwrap_or(0);
+            (HOST, number, doing.as_str(), source.to_string())
+        }
+        Error::Invalid(text) => (INVALID, 0, "", text.clone()),
+        Error::NotFound(text) => (NOT_FOUND, 0, "", text.clone()),
+        Error::Busy(text) => (BUSY, 0, "", text.clone()),
+    };
+    let doing = &doing.as_bytes()[..doing.len().min(TEXT_BYTES_MAX)];
+    let text = &text.as_bytes()[..text.len().min(TEXT_BYTES_MAX)];
+    let mut answer = vec![kind];
+    answer.extend(number.to_ne_bytes());
+    answer.extend((doing.len() as u16).to_ne_bytes());
+    answer.extend(doing);
+    answer.extend(text);
+    answer
+}
+
+fn read_answer(answer: &[u8]) -> Option<Result<Id>> {
+    let (&kind, rest) = answer.split_first()?;
+    if kind == DONE {
+        let (first, second) = rest.split_first_chunk()?;
+        let second = second.first_chunk()?;
+        return Some(Ok((
+            u64::from_ne_bytes(*first),
+            u64::from_ne_bytes(*second),
+        )));
+    }
+    let (number, rest) = rest.split_first_chunk()?;
+    let (length, rest) = rest.split_first_chunk()?;
+    let (doing, text) = rest.split_at_checked(u16::from_ne_bytes(*length).into())?;
+    let words = |bytes| String::from_utf8_lossy(bytes).into_owned();
+    let text = words(text);
+    Some(Err(match kind {
+        HOST => Error::Host {
+            doing: words(doing),
+            source: match i32::from_ne_bytes(*number) {
+                0 => io::Error::other(text),
+                number => io::Error::from_raw_os_error(number),
+            },
+        },
+        INVALID => Error::Invalid(text),
+        NOT_FOUND => Error::NotFound(text),
+        BUSY => Error::Busy(text),
+        _ => return None,
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use dsec_sys::passing::message_pair;
+
+    use super::*;
+
+    #[test]
+    fn errors_come_as_they_went() {
+        let errors = [
+            Error::Host {
+                doing: "entering".into(),
+                source: io::Error::from_raw_os_error(libc::EPERM),
+            },
+            Error::Host {
+                doing: "loading".into(),
+                source: io::Error::other("the verifier says no"),
+            },
+            Error::Invalid("i".into()),
+            Error::NotFound(String::new()),
+            Error::Busy("b".into()),
+        ];
+        for error in errors {
+            let read = read_answer(&write_error(&error)).unwrap().unwrap_err();
+            assert_eq!(read.to_string(), error.to_string());
+            assert_eq!(read.code(), error.code());
+        }
+        for bytes in [
+            &[][..],
+            &[0, 1],
+            &[1, 0, 0],
+            &[9; 40],
+            &[1, 0, 0, 0, 0, 9, 0],
+        ] {
+            assert!(read_answer(bytes).is_none());
+        }
+    }
+
+    #[test]
+    fn it_answers_what_it_is_asked_and_ends_with_the_server() {
+        let (ours, theirs) = message_pair().unwrap();
+        let thread = std::thread::spawn(move || keep(&ours));
+        let mut keeper = Keeper::new(theirs);
+
+        let own = std::process::id() as i32;
+        assert!(matches!(keeper.find((own, 0)), Err(Error::NotFound(_))));
+        assert!(matches!(keeper.steer((1, 0)), Err(Error::Invalid(_))));
+        send_with(&keeper.link, b"what", &[]).unwrap();
+        let mut answer = [0; ANSWER_BYTES_MAX];
+        let (count, _) = receive_all(&keeper.link, &mut answer).unwrap();
+        let read = read_answer(&answer[..count]).unwrap();
+        assert!(matches!(read, Err(Error::Invalid(_))));
+
+        drop(keeper);
+        thread.join().unwrap().unwrap();
+    }
+}
