@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ pytestmark = [pytest.mark.root]
 
 
 @pytest.fixture(scope="module")
-def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LaunchClient, LaunchPlan]]:
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LaunchClient, LaunchPlan, int]]:
     directory = tmp_path_factory.mktemp("confined")
     image = wire.make_image(directory / "image")
     with wire.running_host(directory / "host") as host:
@@ -29,12 +31,12 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LaunchCl
         ]
         plan = host.plan(binds=binds)
         launched = client.launch(plan)
-        yield client, plan
+        yield client, plan, launched.pid
         client.destroy(destroy_args(plan, launched))
 
 
 @pytest.fixture
-def inside(sandbox: tuple[LaunchClient, LaunchPlan]) -> Callable[[str], str]:
+def inside(sandbox: tuple[LaunchClient, LaunchPlan, int]) -> Callable[[str], str]:
     return lambda command: ask(sandbox[1], command)
 
 
@@ -54,7 +56,7 @@ def test_the_agent_program_cannot_be_read_nor_replaced(inside: Callable[[str], s
     assert "denied" in inside("echo x > /proc/1/exe")
 
 
-def test_ids_inside_lie_in_the_range_alone(inside: Callable[[str], str], sandbox: tuple[object, LaunchPlan]) -> None:
+def test_ids_inside_lie_in_the_range_alone(inside: Callable[[str], str], sandbox: tuple[object, LaunchPlan, int]) -> None:
     base = sandbox[1].id_base
     assert inside("cat /proc/self/uid_map /proc/self/gid_map").split()[:6] == ["0", str(base), "65536"] * 2
 
@@ -132,6 +134,40 @@ def test_nothing_of_the_host_is_in_sight(inside: Callable[[str], str]) -> None:
     assert "ext4" not in mounts
     assert inside("ls /proc | grep -c '^[0-9]'").split()[0] in {"2", "3", "4"}
     assert [line.split(":")[0].strip() for line in inside("cat /proc/net/dev").splitlines()[2:-1]] == ["lo"]
+
+
+# As root of the sandbox who has got out of its root: into the root of the mount namespace, with every right over it.
+_BELOW_THE_ROOT = """
+import ctypes, errno, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+files = [os.open(f"/proc/{sys.argv[1]}/ns/{kind}", os.O_RDONLY) for kind in ("user", "mnt")]
+for file in files:
+    assert libc.setns(file, 0) == 0, os.strerror(ctypes.get_errno())
+print(sorted(os.listdir("/")), os.listdir("/empty/directory"), sorted(os.listdir("/scratch")))
+print("secret" in open("/root/answers/key").read() if os.path.exists("/root/answers/key") else "masked")
+def attempt(name, result):
+    print(name, errno.errorcode.get(ctypes.get_errno()) if result else "done")
+attempt("umount", libc.umount2(b"/root", 2))
+attempt("move", libc.mount(b"/root", b"/empty/directory", None, 8192, None))
+attempt("remount", libc.mount(None, b"/", None, 32 | 4096, None))
+attempt("proc", libc.mount(b"proc", b"/empty/directory", b"proc", 0, None))
+attempt("mkdir", libc.mkdir(b"/new", 0o755))
+"""
+
+
+def test_below_the_root_there_is_nothing(sandbox: tuple[LaunchClient, LaunchPlan, int]) -> None:
+    command = [sys.executable, "-c", _BELOW_THE_ROOT, str(sandbox[2])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.stdout.splitlines() == [
+        "['empty', 'root', 'scratch'] [] ['dev', 'etc', 'shm']",  # the last is the sandbox's own
+        "masked",
+        "umount EINVAL",
+        "move EINVAL",
+        "remount EPERM",
+        "proc EPERM",
+        "mkdir EROFS",
+    ], done.stderr
 
 
 def test_the_agent_gets_its_descriptors_and_no_others(inside: Callable[[str], str]) -> None:

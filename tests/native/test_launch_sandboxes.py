@@ -20,7 +20,7 @@ from tests.native.launch_wire import Host, LaunchClient, LaunchRefusedError, ask
 pytestmark = [pytest.mark.root]
 
 OUTSIDE = "check cgroups directories socket clone cgroups_v1 maps overlay binds etc"
-INSIDE = "ids cgroupns network mounts sysctls masks view pivot rlimits capabilities seccomp agent"
+INSIDE = "ids cgroupns network mounts sysctls view root rlimits capabilities seccomp agent"
 STEPS = f"{OUTSIDE} {INSIDE}".split()
 
 

@@ -74,6 +74,8 @@ class Attacked:
         async with await self.client.create(ENVIRONMENT, memory="512MiB", pids=256) as sandbox:
             await sandbox.upload(_PROGRAM, "/probes/container_probes")
             entered = [flag for kind, flag in _NAMESPACES.items() if kind not in namespaces.split()]
+            if "-m" in entered:
+                entered.append("-r")  # below it there is nothing
             directory, python = ("/probes", "python3") if "-m" in entered else (str(_PROGRAM.parent), sys.executable)
             process = await asyncio.create_subprocess_exec(
                 *("nsenter", "-t", str(_agent_pid(sandbox.id)), *entered),
@@ -190,14 +192,13 @@ async def test_attempts_get_further_where_a_line_of_defence_is_missing(
 ) -> None:
     weak = WEAKENINGS[name]
 
+    def weaker(instance: InstanceSpec, config: ContainerConfig, facts: HostFacts, *, id_base: int) -> LaunchPlan:
+        return msgspec.structs.replace(plan_launch(instance, config, facts, id_base=id_base), **weak.changes)
+
+    monkeypatch.setattr(container_backend, "plan_launch", weaker)
     if weak.outside:
         verdicts = await attacked.attack_outside(weak.outside, *weak.attempts())
     else:
-
-        def weaker(instance: InstanceSpec, config: ContainerConfig, facts: HostFacts, *, id_base: int) -> LaunchPlan:
-            return msgspec.structs.replace(plan_launch(instance, config, facts, id_base=id_base), **weak.changes)
-
-        monkeypatch.setattr(container_backend, "plan_launch", weaker)
         verdicts = await attacked.attack(*weak.attempts())
 
     # One that fails by now has come to what lies behind: the kernel does not know it, or finds its arguments wrong.

@@ -26,7 +26,7 @@ class Weakening:
     lacks: str
     names: str  # separated by blanks; * at the end stands for the rest of a name
     changes: dict[str, Any] = field(default_factory=dict)  # of the launch plan
-    outside: str = ""  # or: namespaces of an ordinary sandbox that the attempts are made outside of
+    outside: str = ""  # namespaces of the sandbox that the attempts are made outside of, and outside of its filters
 
     def attempts(self) -> list[str]:
         found: dict[str, None] = {}
@@ -73,18 +73,13 @@ WEAKENINGS: Final = {
     "filters and capabilities": Weakening(
         "the filters and the cut of capabilities, either of which is enough",
         """
-        mount_tmpfs mount_proc mount_devpts mount_mqueue mount_ramfs mount_bind remount_proc_sys_writable
+        mount_tmpfs mount_devpts mount_mqueue mount_ramfs mount_bind remount_proc_sys_writable
         unmount_proc_sys mount_api_fsopen mount_api_fspick chroot
         unshare_mount unshare_cgroup unshare_uts unshare_ipc unshare_pid unshare_network
         clone_mount clone_cgroup clone_uts clone_ipc clone_pid clone_network
         setns_mnt setns_uts setns_net setns_pid change_host_name change_domain_name socket_packet uncover_*
         """,
         {**_NO_FILTERS, **_ALL_CAPABILITIES},
-    ),
-    "filters and bounds of namespaces": Weakening(
-        "the filters and the settings that forbid nested user namespaces",
-        "unshare_user clone_user clone3_user_namespace",
-        {**_NO_FILTERS, "sysctls": {}},
     ),
     "masks": Weakening(
         "the masks of /proc and /sys",
@@ -96,7 +91,7 @@ WEAKENINGS: Final = {
     ),
     "masks and capabilities": Weakening(
         "masks, filters and the cut of capabilities",
-        "write_proc_sys_net_ipv4_ip_forward",
+        "write_proc_sys_net_ipv4_ip_forward mount_proc",
         {**_NO_MASKS, **_NO_FILTERS, **_ALL_CAPABILITIES},
     ),
     "view of resources": Weakening(
@@ -113,8 +108,11 @@ WEAKENINGS: Final = {
     "ipc namespace": Weakening("the ipc namespace", "shared_memory_of_the_host", outside="ipc"),
     "pid namespace": Weakening("the pid namespace", "host_process_signal host_process_scheduling", outside="pid"),
     "mount namespace": Weakening(
-        "the mount and the user namespace",
-        "files_of_the_host host_processes_in_proc list_sys_fs_cgroup list_sys_firmware",
+        "the mount and the user namespace, and with them the filters, the bound on nested ones and the changed root",
+        """
+        files_of_the_host host_processes_in_proc list_sys_fs_cgroup list_sys_firmware
+        unshare_user clone_user clone3_user_namespace
+        """,
         outside="mount user",
     ),
     "user namespace": Weakening(

@@ -97,6 +97,14 @@ impl FloorBoundary for String {
     }
 }
 
+/// Not every kernel has every file.
+pub fn missing_is_fine(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
+        other => other,
+    }
+}
+
 /// Says what was being done to what, when a system call fails.
 pub trait Doing<T> {
     fn doing(self, what: &'static str, on: impl fmt::Display) -> Result<T>;

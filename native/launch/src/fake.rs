@@ -393,8 +393,11 @@ impl System for Fake {
         }
         Ok(())
     }
-    fn pivot(&self) -> io::Result<()> {
-        self.note("pivot".into())
+    fn change_root(&self) -> io::Result<()> {
+        self.note("change_root".into())
+    }
+    fn make_proc(&self, _: BorrowedFd, attributes: u64) -> io::Result<OwnedFd> {
+        self.file(format!("make_proc {attributes:#x}"))
     }
     fn change_directory(&self, _: BorrowedFd) -> io::Result<()> {
         self.note("change_directory".into())

@@ -303,6 +303,8 @@ fn build(
     root::binds(system, job.plan, &tree)?;
     clock.begin(Step::Etc)?;
     root::etc(system, job.plan, &tree)?;
+    clock.begin(Step::Masks)?;
+    root::proc(system, job.plan, &tree, child.process.as_fd())?;
     system
         .write(child.go.as_fd(), b"r")
         .doing("start", "the new process")?;
@@ -391,6 +393,8 @@ mod tests {
             "resolve \"/usr/bin\"",
             "resolve \"/usr/bin/tool\"",
             "resolve \"/etc/hosts\"",
+            "make_proc 0xe",
+            "bind \"/empty/directory\" \"kcore\"",
             "write r",
             "read_file /proc/4242/stat",
         ];
@@ -559,7 +563,7 @@ mod tests {
     #[test]
     fn the_failing_step_is_named() {
         let outside =
-            "check cgroups directories socket clone cgroups_v1 maps overlay volumes binds etc agent";
+            "check cgroups directories socket clone cgroups_v1 maps overlay volumes binds etc masks agent";
         for name in outside.split(' ') {
             let (parts, system) = (Parts::new(), Fake::new(None));
 

@@ -93,9 +93,8 @@ fn run(args: Args) -> Result<i32> {
     identity::clear_groups().doing("leave", "all groups")?;
 
     // 3. Namespaces: the pinned one, where layers live, and the bare one, from which sandboxes are cloned.
-    let system = Kernel {
-        last_capability: identity::last_capability(),
-    };
+    let system =
+        Kernel::new(identity::last_capability()).doing("make", "a proc of the launcher's own")?;
     let host_mounts = namespace::enter_pinned(&system, &run)?;
     let bare_mounts = namespace::make_bare(&system)?;
     let own_names = namespace::own_names()?;

@@ -117,7 +117,7 @@ pub fn unpin(run: &Path) -> Result<()> {
 pub fn make_bare(system: &Kernel) -> Result<OwnedFd> {
     let (done_read, done_write) = seqpacket::pipe().doing("make", "a pipe")?;
     let helper = Helper::start(move |go| {
-        build_bare(&Kernel { last_capability: 0 })?;
+        build_bare(&Kernel::on_host())?;
         paths::write_once(done_write.as_fd(), b"d")?;
         seqpacket_read(go)
     })?;
@@ -148,7 +148,7 @@ fn build_bare(system: &Kernel) -> io::Result<()> {
     mounts::set_propagation(c"/", Propagation::Private)?;
     let tree = system.make_mount(c"tmpfs", &[MountOption::Text(c"mode", "0755".into())], 0)?;
     let directory = || Entry::Directory { mode: 0o755 };
-    for name in [c"proc", c"root", c"scratch", c"empty", c"empty/directory"] {
+    for name in [c"root", c"scratch", c"empty", c"empty/directory"] {
         system.put(tree.as_fd(), name, directory())?;
     }
     system.put(
@@ -162,9 +162,6 @@ fn build_bare(system: &Kernel) -> io::Result<()> {
     // Anywhere will do: nothing but the new tree is left after the pivot.
     system.attach_at(tree.as_fd(), c"/proc")?;
     paths::change_directory(tree.as_fd())?;
-    // A sandbox may mount its own only while a whole and writable one is in sight.
-    let proc = system.make_mount(c"proc", &[], 0)?;
-    system.attach_at(proc.as_fd(), c"proc")?;
     mounts::pivot_here()?;
     debug_assert!(Path::new("/root").exists() && root::ROOT == c"/root");
     // What is bound from here, the masks, takes this over.

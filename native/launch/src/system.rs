@@ -3,7 +3,7 @@
 
 use std::ffi::{CStr, CString};
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -86,8 +86,10 @@ pub trait System {
     fn attach(&self, mount: BorrowedFd, target: BorrowedFd) -> io::Result<()>;
     fn attach_at(&self, mount: BorrowedFd, path: &CStr) -> io::Result<()>;
     fn detach_at(&self, path: &Path) -> io::Result<()>;
-    /// Makes the working directory, the root of a mount, the root.
-    fn pivot(&self) -> io::Result<()>;
+    /// Makes the working directory the root.
+    fn change_root(&self) -> io::Result<()>;
+    /// A proc of the pid namespace that `process` is in.
+    fn make_proc(&self, process: BorrowedFd, attributes: u64) -> io::Result<OwnedFd>;
     fn change_directory(&self, directory: BorrowedFd) -> io::Result<()>;
     fn bind(&self, source: &CStr, target: &CStr) -> io::Result<()>;
 
@@ -116,7 +118,8 @@ pub trait System {
     fn raise_ambient(&self, capabilities: u64) -> io::Result<()>;
     fn load_filter(&self, filter: &[Instruction]) -> io::Result<()>;
     fn set_limit(&self, resource: u32, soft: u64, hard: u64) -> io::Result<()>;
-    /// The file of our own score for memory, open for writing, which goes on meaning us as another program.
+    /// The file of our own score for memory in the proc of the working directory, open for writing, which goes on meaning us as
+    /// another program.
     fn own_score(&self) -> io::Result<OwnedFd>;
     fn set_hostname(&self, name: &str) -> io::Result<()>;
     fn loopback_up(&self) -> io::Result<()>;
@@ -130,9 +133,38 @@ pub trait System {
     fn run(&self, program: BorrowedFd, arguments: &[&CStr]) -> io::Error;
 }
 
-/// The kernel itself.
+/// The kernel itself. Paths below `/proc` mean the same wherever this process is.
 pub struct Kernel {
-    pub last_capability: u32,
+    last_capability: u32,
+    /// A proc of our own that is attached nowhere: the bare namespace has none.
+    proc: Option<OwnedFd>,
+}
+
+impl Kernel {
+    pub fn new(last_capability: u32) -> io::Result<Kernel> {
+        let flags = mounts::attr::NO_SUID | mounts::attr::NO_DEVICES | mounts::attr::NO_EXEC;
+        let proc = mounts::Context::open(c"proc")?.create(flags)?;
+        Ok(Kernel {
+            last_capability,
+            proc: Some(proc),
+        })
+    }
+
+    /// For whoever stays where `/proc` is.
+    pub fn on_host() -> Kernel {
+        Kernel {
+            last_capability: 0,
+            proc: None,
+        }
+    }
+
+    /// Where a path begins, and its rest from there.
+    fn place<'a>(&'a self, path: &'a Path) -> io::Result<(Option<BorrowedFd<'a>>, CString)> {
+        match (&self.proc, path.strip_prefix("/proc")) {
+            (Some(proc), Ok(below)) => Ok((Some(proc.as_fd()), c_path(below)?)),
+            _ => Ok((None, c_path(path)?)),
+        }
+    }
 }
 
 pub fn c_path(path: &Path) -> io::Result<CString> {
@@ -185,7 +217,8 @@ impl System for Kernel {
     }
 
     fn write_file(&self, path: &Path, content: &[u8]) -> io::Result<()> {
-        let file = paths::open_at(None, &c_path(path)?, libc::O_WRONLY, 0)?;
+        let (at, path) = self.place(path)?;
+        let file = paths::open_at(at, &path, libc::O_WRONLY, 0)?;
         paths::write_once(file.as_fd(), content)
     }
 
@@ -212,7 +245,8 @@ impl System for Kernel {
             Access::ReadWrite => libc::O_RDWR,
             Access::Path => libc::O_PATH,
         };
-        paths::open_at(None, &c_path(path)?, flags, 0)
+        let (at, path) = self.place(path)?;
+        paths::open_at(at, &path, flags, 0)
     }
 
     fn open_directory_at(&self, at: BorrowedFd, name: &CStr) -> io::Result<OwnedFd> {
@@ -220,7 +254,8 @@ impl System for Kernel {
     }
 
     fn open_namespace(&self, path: &Path) -> io::Result<OwnedFd> {
-        File::open(path).map(OwnedFd::from)
+        let (at, path) = self.place(path)?;
+        paths::open_linked_at(at, &path)
     }
 
     fn is_directory(&self, file: BorrowedFd) -> io::Result<bool> {
@@ -266,7 +301,10 @@ impl System for Kernel {
     }
 
     fn read_file(&self, path: &Path) -> io::Result<Vec<u8>> {
-        std::fs::read(path)
+        let (at, path) = self.place(path)?;
+        let mut content = Vec::new();
+        File::from(paths::open_linked_at(at, &path)?).read_to_end(&mut content)?;
+        Ok(content)
     }
 
     fn put(&self, at: BorrowedFd, name: &CStr, entry: Entry) -> io::Result<()> {
@@ -338,8 +376,12 @@ impl System for Kernel {
         mounts::unmount(&c_path(path)?, true)
     }
 
-    fn pivot(&self) -> io::Result<()> {
-        mounts::pivot_here()
+    fn change_root(&self) -> io::Result<()> {
+        mounts::change_root_here()
+    }
+
+    fn make_proc(&self, process: BorrowedFd, attributes: u64) -> io::Result<OwnedFd> {
+        namespaces::done_in_pids_of(process, || self.make_mount(c"proc", &[], attributes))
     }
 
     fn change_directory(&self, directory: BorrowedFd) -> io::Result<()> {
@@ -422,7 +464,7 @@ impl System for Kernel {
     }
 
     fn own_score(&self) -> io::Result<OwnedFd> {
-        score::open_own_score()
+        score::open_own_score(c"proc/self/oom_score_adj")
     }
 
     fn set_hostname(&self, name: &str) -> io::Result<()> {

@@ -97,7 +97,7 @@ mod tests {
 
     #[test]
     fn a_small_tree_is_removed_at_once_and_a_large_one_is_put_away() {
-        let (system, above) = (Kernel { last_capability: 0 }, sandboxes("both"));
+        let (system, above) = (Kernel::on_host(), sandboxes("both"));
         fill(&above.join("small"), 5);
         fill(&above.join("large"), 500);
 
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn one_of_the_same_name_is_no_hindrance() {
-        let (system, above) = (Kernel { last_capability: 0 }, sandboxes("same"));
+        let (system, above) = (Kernel::on_host(), sandboxes("same"));
         for _ in 0..3 {
             fill(&above.join("large"), 500);
             put_away(&system, &above.join("large")).unwrap();
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn no_trash_is_nothing_to_do() {
-        let system = Kernel { last_capability: 0 };
+        let system = Kernel::on_host();
 
         empty(&system, Path::new("/nonexistent-dsec/.trash")).unwrap();
     }

@@ -260,6 +260,13 @@ pub fn pivot_here() -> io::Result<()> {
     std::env::set_current_dir("/")
 }
 
+/// Makes the working directory the root of this process. What lies below it in its mount namespace stays there.
+pub fn change_root_here() -> io::Result<()> {
+    // SAFETY: a static C string.
+    check(unsafe { libc::chroot(c".".as_ptr()) }.into())?;
+    Ok(())
+}
+
 /// True when `fd` is a file of the file system of namespaces, such as a pinned namespace.
 pub fn is_namespace(fd: BorrowedFd) -> io::Result<bool> {
     let mut facts = std::mem::MaybeUninit::<libc::statfs>::uninit();

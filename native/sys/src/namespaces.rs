@@ -148,6 +148,53 @@ fn settle(origin: &Origin) -> io::Result<()> {
     unshare(NEW_CGROUP)
 }
 
+/// What `work` gives when it is done by a process in the pid namespace of `process`, as a proc of that namespace is made only
+/// there. It shares memory and descriptors with this process, which stands still meanwhile; whatever else `work` does to its own
+/// process is gone afterwards. Children of this process begin in that namespace from then on.
+pub fn done_in_pids_of<T>(
+    process: BorrowedFd,
+    work: impl FnOnce() -> io::Result<T>,
+) -> io::Result<T> {
+    const STACK_BYTES: usize = 64 * 1024;
+    struct Order<W, T> {
+        work: Option<W>,
+        result: Option<io::Result<T>>,
+    }
+    extern "C" fn carry_out<W: FnOnce() -> io::Result<T>, T>(order: *mut libc::c_void) -> i32 {
+        // SAFETY: our caller passes its own order and stands still until this process has ended.
+        let order = unsafe { &mut *order.cast::<Order<W, T>>() };
+        order.result = order.work.take().map(|work| work());
+        0
+    }
+    fn entry<W: FnOnce() -> io::Result<T>, T>(
+        _: &Order<W, T>,
+    ) -> extern "C" fn(*mut libc::c_void) -> i32 {
+        carry_out::<W, T>
+    }
+
+    enter(process, NEW_PID)?;
+    let mut order = Order {
+        work: Some(work),
+        result: None,
+    };
+    let mut stack = Vec::<u128>::with_capacity(STACK_BYTES / 16);
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_FILES | libc::SIGCHLD;
+    let run = entry(&order);
+    // SAFETY: the stack is large enough and grows down from its aligned end; it and the order outlive the new process, since
+    // CLONE_VFORK stops this thread, the only one, until then. No lock of the allocator is held here.
+    let pid = unsafe {
+        let top = stack.as_mut_ptr().add(STACK_BYTES / 16);
+        libc::clone(run, top.cast(), flags, (&raw mut order).cast())
+    };
+    if pid < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    reap_one(pid)?;
+    order
+        .result
+        .unwrap_or_else(|| Err(io::ErrorKind::UnexpectedEof.into()))
+}
+
 /// Moves this process into new namespaces of the kinds given (NEW_… flags).
 pub fn unshare(namespaces: u64) -> io::Result<()> {
     // SAFETY: plain numbers.

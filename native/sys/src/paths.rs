@@ -57,6 +57,14 @@ pub fn open_at(at: Option<BorrowedFd>, path: &CStr, flags: i32, mode: u32) -> io
     owned(unsafe { libc::openat(at, path.as_ptr(), flags, mode) }.into())
 }
 
+/// As `open_at` for reading, but a link is followed, as those of the kernel must be that stand for what has no path.
+pub fn open_linked_at(at: Option<BorrowedFd>, path: &CStr) -> io::Result<OwnedFd> {
+    let at = at.map_or(libc::AT_FDCWD, |fd| fd.as_raw_fd());
+    let flags = libc::O_RDONLY | libc::O_CLOEXEC;
+    // SAFETY: `path` is a valid C string for the time of the call.
+    owned(unsafe { libc::openat(at, path.as_ptr(), flags) }.into())
+}
+
 pub fn make_dir_at(at: Option<BorrowedFd>, path: &CStr, mode: u32) -> io::Result<()> {
     let at = at.map_or(libc::AT_FDCWD, |fd| fd.as_raw_fd());
     // SAFETY: `path` is a valid C string for the time of the call.

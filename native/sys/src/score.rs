@@ -1,20 +1,20 @@
 //! How willingly the kernel ends a process when memory is short (oom_score_adj in proc(5)).
 
-use std::fs::{File, OpenOptions};
+use std::ffi::CStr;
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 
+use crate::paths::open_at;
 use crate::result::check;
 
-/// The file of our own score, open for writing. It goes on meaning this process after an execve, also where the new program
+/// The file of our own score, `path`, open for writing. It goes on meaning this process after an execve, also where the new program
 /// may not open it any more: it is owned by whoever may see into the process, which is nobody where that is forbidden.
-pub fn open_own_score() -> io::Result<OwnedFd> {
+pub fn open_own_score(path: &CStr) -> io::Result<OwnedFd> {
     set_dumpable(true)?;
-    let file = OpenOptions::new()
-        .write(true)
-        .open("/proc/self/oom_score_adj");
+    let file = open_at(None, path, libc::O_WRONLY, 0);
     set_dumpable(false)?;
-    file.map(OwnedFd::from)
+    file
 }
 
 /// Sets the score behind `file`, between -1000 and 1000. Children inherit it.

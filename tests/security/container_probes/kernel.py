@@ -26,6 +26,7 @@ from .kit import (
 )
 
 MS_NODEV, MS_REMOUNT, MS_BIND, MNT_DETACH = 4, 32, 4096, 2
+_OF_PROC = 2 | 4 | 8  # nosuid, nodev, noexec: nobody who lacks rights outside may clear these
 
 
 @group("mount", [(kind, kind) for kind in ("tmpfs", "proc", "sysfs", "cgroup2", "devpts", "mqueue", "ramfs", "bpf")])
@@ -55,7 +56,7 @@ def remount_root_with_devices() -> str:
 
 @probe()
 def remount_proc_sys_writable() -> str:
-    return mount("none", "/proc/sys", None, MS_REMOUNT | MS_BIND)
+    return mount("none", "/proc/sys", None, MS_REMOUNT | MS_BIND | _OF_PROC)
 
 
 @probe()

@@ -9,18 +9,16 @@ use dsec_sys::identity::{resource, CapabilitySets};
 use dsec_sys::mounts::attr;
 use dsec_sys::namespaces::{exit_now, NEW_IPC, NEW_MOUNT, NEW_NET, NEW_UTS};
 
-use crate::error::{Doing, Error, Result};
+use crate::error::{missing_is_fine, Doing, Error, Result};
 use crate::steps::check::IDS_PER_SANDBOX;
 use crate::steps::light::{caps_agent, is_of_ipc, TERMINALS};
 use crate::steps::view::{self, Cover};
 use crate::steps::{root, Clock, Job, Step};
-use crate::sysfs::is_below;
 use crate::system::{c_text, Access, MountOption, System};
 
 /// The agent runs under this id, so that root inside has no more rights over it than over a stranger (ruling 9).
 const AGENT_ID: u32 = IDS_PER_SANDBOX - 1;
 const CAP_SYS_ADMIN: u64 = 1 << 21;
-const KERNEL_MOUNT: u64 = attr::NO_SUID | attr::NO_DEVICES | attr::NO_EXEC;
 
 /// What the new process has been given.
 pub struct Inside<'a> {
@@ -81,8 +79,6 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
     }
     clock.begin(Step::Rlimits)?;
     limits(system, job)?;
-    // The agent, into which nobody may see, could not open it any more.
-    let score = system.own_score().doing("open", "the score for memory")?;
     clock.begin(Step::Capabilities)?;
     // Only what execve may give; what this process has is not touched yet.
     system
@@ -98,7 +94,12 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
     system
         .unshare(NEW_MOUNT)
         .doing("make", "a mount namespace")?;
-    let tree = kernel_mounts(system, plan.light)?;
+    let tree = enter_tree(system)?;
+    // The agent, into which nobody may see, could not open it any more.
+    let score = system.own_score().doing("open", "the score for memory")?;
+    if !plan.light {
+        own_mounts(system, &tree)?;
+    }
     clock.begin(Step::Sysctls)?;
     sysctls(system, job)?;
     // Before it is read-only.
@@ -106,12 +107,11 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
         true => Some(open_settings(system)?),
         false => None,
     };
-    clock.begin(Step::Masks)?;
-    masks(system, job)?;
+    protect_settings(system, job)?;
     clock.begin(Step::View)?;
     view::attach(system, inside.view, tree.as_fd())?;
-    clock.begin(Step::Pivot)?;
-    system.pivot().doing("pivot to", "the new root")?;
+    clock.begin(Step::Root)?;
+    system.change_root().doing("change to", "the new root")?;
     drop(tree);
     clock.begin(Step::Capabilities)?;
     let kept = arrange(system, inside, config, score, settings)?;
@@ -131,16 +131,20 @@ fn wait_for_go(system: &dyn System, inside: &Inside) -> Result<()> {
     }
 }
 
-/// Mounts what only a process in the new namespaces can, on a copy of the tree that is not locked itself and thus may become
-/// the root. The bare namespace's own proc is still in sight, without which the kernel refuses a new one.
-fn kernel_mounts(system: &dyn System, light: bool) -> Result<OwnedFd> {
-    let tree = system.clone_tree(root::ROOT).doing("copy", "the tree")?;
-    system
-        .attach_at(tree.as_fd(), root::ROOT)
-        .doing("mount", "the tree")?;
+/// The tree, in this process's own copy of the launch's namespace. It is locked there, and what it hides is the bare
+/// namespace: the empty places that the tree was made with.
+fn enter_tree(system: &dyn System) -> Result<OwnedFd> {
+    let tree = system
+        .open(Path::new(root::ROOT_PATH), Access::Path)
+        .doing("open", "the tree")?;
     system
         .change_directory(tree.as_fd())
         .doing("enter", "the tree")?;
+    Ok(tree)
+}
+
+/// Mounts what only a process in the new namespaces can.
+fn own_mounts(system: &dyn System, tree: &OwnedFd) -> Result<()> {
     let mount = |kind: &CStr, options: &[MountOption], flags: u64, path: &CStr| {
         let name = path.to_string_lossy();
         let made = system
@@ -153,22 +157,18 @@ fn kernel_mounts(system: &dyn System, light: bool) -> Result<OwnedFd> {
             .attach(made.as_fd(), target.as_fd())
             .doing("mount", &name)
     };
-    mount(c"proc", &[], KERNEL_MOUNT, c"/proc")?;
-    if !light {
-        let terminals = TERMINALS.map(|(key, value)| MountOption::Text(key, value.into()));
-        mount(
-            c"devpts",
-            &terminals,
-            attr::NO_SUID | attr::NO_EXEC,
-            c"/dev/pts",
-        )?;
-        mount(c"mqueue", &[], KERNEL_MOUNT, c"/dev/mqueue")?;
-    }
-    Ok(tree)
+    let terminals = TERMINALS.map(|(key, value)| MountOption::Text(key, value.into()));
+    mount(
+        c"devpts",
+        &terminals,
+        attr::NO_SUID | attr::NO_EXEC,
+        c"/dev/pts",
+    )?;
+    mount(c"mqueue", &[], root::KERNEL_MOUNT, c"/dev/mqueue")
 }
 
 /// Kernel settings of the new namespaces, while /proc/sys can still be written. Below the working directory, which is the
-/// tree: at the root there is the bare namespace's proc, the host's.
+/// tree.
 fn sysctls(system: &dyn System, job: &Job) -> Result<()> {
     let now = |name: &&String| !(job.plan.light && is_of_ipc(name));
     let settings = job.plan.sysctls.iter().filter(|(name, _)| now(name));
@@ -186,37 +186,13 @@ fn open_settings(system: &dyn System) -> Result<OwnedFd> {
         .doing("open", "/proc/sys")
 }
 
-/// Hides and protects parts of the new proc; those of sysfs are hidden by `Sysfs`. Their paths are the kernel's own: nothing an image can plant.
-fn masks(system: &dyn System, job: &Job) -> Result<()> {
-    for path in &job.plan.readonly_proc {
+fn protect_settings(system: &dyn System, job: &Job) -> Result<()> {
+    let ours = job.plan.readonly_proc.iter();
+    for path in ours.filter(|path| root::is_setting(path)) {
         let below = c_text(&path[1..]).doing("name", path)?;
-        missing_is_fine(protect(system, &below)).doing("make read-only", path)?;
-    }
-    let own = job.plan.masks.iter().filter(|path| !is_below(path));
-    for path in own {
-        missing_is_fine(hide(system, &path[1..])).doing("mask", path)?;
+        missing_is_fine(root::read_only(system, &below)).doing("make read-only", path)?;
     }
     Ok(())
-}
-
-fn hide(system: &dyn System, path: &str) -> std::io::Result<()> {
-    // There are many of them: looked at by name, not opened.
-    let empty = root::empty_for(system.is_directory_at(Path::new(path))?);
-    system.bind(empty, &c_text(path)?)
-}
-
-fn protect(system: &dyn System, path: &CStr) -> std::io::Result<()> {
-    let copy = system.clone_mount(path)?;
-    system.set_attributes(copy.as_fd(), attr::READ_ONLY)?;
-    system.attach_at(copy.as_fd(), path)
-}
-
-/// Not every kernel has every file.
-fn missing_is_fine(result: std::io::Result<()>) -> std::io::Result<()> {
-    match result {
-        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
-        other => other,
-    }
 }
 
 fn limits(system: &dyn System, job: &Job) -> Result<()> {
@@ -423,17 +399,16 @@ mod tests {
             "unshare 0x40000000",
             "loopback_up",
             "set_limit",
-            "own_score",
             "bound_capabilities 0x81",
             "sealed_file",
             "unshare 0x20000",
-            "clone_tree",
-            "make_mount \"proc\" 0xe",
+            "open /root Path",
+            "own_score",
+            "make_mount \"mqueue\" 0xe",
             "write_file proc/sys/kernel/shmmni 1",
-            "clone_mount \"proc/sys\"",
-            "bind \"/empty/directory\" \"proc/kcore\"",
+            "clone_tree \"proc/sys\"",
             "resolve \"/proc/meminfo\"",
-            "pivot",
+            "change_root",
             "arrange",
             "become_user 65535 true",
             "set_capabilities",
@@ -496,7 +471,7 @@ mod tests {
     #[test]
     fn the_failing_step_is_named() {
         let all =
-            "ids cgroupns network mounts sysctls masks view pivot rlimits capabilities seccomp agent";
+            "ids cgroupns network mounts sysctls view root rlimits capabilities seccomp agent";
         for name in all.split(' ') {
             let system = Fake::talking(None);
 

@@ -4,21 +4,27 @@
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use dsec_sys::mounts::attr;
 
-use crate::error::{Doing, Result};
+use crate::error::{missing_is_fine, Doing, Result};
 use crate::steps::Job;
+use crate::sysfs::is_below;
 use crate::system::{c_path, c_text, Entry, MountOption, System};
 use crate::wire::{BindKind, LaunchPlan};
 
 /// Places in the bare namespace (namespace::make_bare).
 pub const ROOT: &CStr = c"/root";
+pub const ROOT_PATH: &str = "/root";
 const SCRATCH: &CStr = c"/scratch";
 const EMPTY_FILE: &CStr = c"/empty/file";
 const EMPTY_DIRECTORY: &CStr = c"/empty/directory";
+pub const KERNEL_MOUNT: u64 = attr::NO_SUID | attr::NO_DEVICES | attr::NO_EXEC;
+/// Written by the new process before it is protected, with all below.
+const SETTINGS: &str = "/proc/sys";
 
 /// At least: devices and the files of `/etc` need some pages of what `/dev/shm` may hold.
 const SCRATCH_BYTES: u64 = 1 << 20;
@@ -414,6 +420,50 @@ pub fn etc(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result<()>
         attach_inside(system, root, &copy, path)?;
     }
     Ok(())
+}
+
+/// Mounts the proc of the new process's pid namespace, and hides and protects parts of it. Their paths are the kernel's own:
+/// nothing that an image can plant. Those of sysfs are hidden by `Sysfs`.
+pub fn proc(
+    system: &dyn System,
+    plan: &LaunchPlan,
+    root: &OwnedFd,
+    process: BorrowedFd,
+) -> Result<()> {
+    let proc = system
+        .make_proc(process, KERNEL_MOUNT)
+        .doing("make", "/proc")?;
+    attach_inside(system, root, &proc, Path::new("/proc"))?;
+    // There are many of them: named from here, not opened.
+    system
+        .change_directory(proc.as_fd())
+        .doing("enter", "/proc")?;
+    let below = |path: &str| c_text(path.trim_start_matches("/proc/")).doing("name", path);
+    for path in plan.readonly_proc.iter().filter(|path| !is_setting(path)) {
+        missing_is_fine(read_only(system, &below(path)?)).doing("make read-only", path)?;
+    }
+    for path in plan.masks.iter().filter(|path| !is_below(path)) {
+        missing_is_fine(hide(system, &below(path)?)).doing("mask", path)?;
+    }
+    Ok(())
+}
+
+/// Whether what is to be read-only can be so only after the new process has written there.
+pub fn is_setting(path: &str) -> bool {
+    Path::new(path).starts_with(SETTINGS)
+}
+
+/// Makes what is below the working directory read-only. With what is mounted there: inside, that is locked to it.
+pub fn read_only(system: &dyn System, path: &CStr) -> std::io::Result<()> {
+    let copy = system.clone_tree(path)?;
+    system.set_attributes(copy.as_fd(), attr::READ_ONLY)?;
+    system.attach_at(copy.as_fd(), path)
+}
+
+fn hide(system: &dyn System, path: &CStr) -> std::io::Result<()> {
+    let shown = Path::new(std::ffi::OsStr::from_bytes(path.to_bytes()));
+    let empty = empty_for(system.is_directory_at(shown)?);
+    system.bind(empty, path)
 }
 
 fn attach_inside(system: &dyn System, root: &OwnedFd, mount: &OwnedFd, path: &Path) -> Result<()> {

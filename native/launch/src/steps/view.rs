@@ -10,7 +10,7 @@ use std::path::Path;
 use dsec_sys::mounts::attr;
 
 use crate::error::{Doing, Result};
-use crate::system::{c_path, Access, System};
+use crate::system::{c_path, System};
 use crate::view::Source;
 
 /// A copy of a mount, and the path that it is to cover.
@@ -54,15 +54,15 @@ pub fn attach(system: &dyn System, covers: &[Cover], tree: BorrowedFd) -> Result
     Ok(())
 }
 
-/// The same for a sandbox that runs, whose mount namespace this process has entered: what covered the files is taken away. In
-/// between, for some microseconds, the kernel's own are in sight.
-pub fn replace(system: &dyn System, covers: &[Cover]) -> Result<()> {
-    let root = system
-        .open(Path::new("/"), Access::Path)
-        .doing("open", "the sandbox's root")?;
+/// The same for a sandbox that runs, whose mount namespace this process has entered and whose root is `root`: what covered the
+/// files is taken away. In between, for some microseconds, the kernel's own are in sight.
+pub fn replace(system: &dyn System, covers: &[Cover], root: &OwnedFd) -> Result<()> {
+    system
+        .change_directory(root.as_fd())
+        .doing("enter", "the sandbox's root")?;
     for cover in covers {
         let shown = cover.target.to_string_lossy();
-        match system.detach_at(Path::new(shown.as_ref())) {
+        match system.detach_at(Path::new(shown.trim_start_matches('/'))) {
             // Nothing covers it, or there is no such file.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOENT)) => {}
             other => other.doing("uncover", &shown)?,

@@ -208,10 +208,13 @@ pub fn give(system: &dyn System, process: (i32, u64), sources: &[Source]) -> Res
     let covers = view::collect(system, sources)?;
     let path = PathBuf::from(format!("/proc/{pid}/ns/mnt"));
     let namespace = system.open_namespace(&path).map_err(|_| gone())?;
-    // Compared after opening: what was opened is the namespace of the process that is meant.
+    // The root of its namespace is another.
+    let root = PathBuf::from(format!("/proc/{pid}/root"));
+    let root = system.open_namespace(&root).map_err(|_| gone())?;
+    // Compared after opening: what was opened is of the process that is meant.
     crate::process::find(pid, start_ticks).ok_or_else(gone)?;
     system
         .enter_mounts(namespace.as_fd())
         .doing("enter", "the sandbox's mount namespace")?;
-    view::replace(system, &covers)
+    view::replace(system, &covers, &root)
 }
