@@ -19,7 +19,7 @@ from tests.native.launch_wire import Host, LaunchClient, LaunchRefusedError, ask
 
 pytestmark = [pytest.mark.root]
 
-OUTSIDE = "check cgroups directories socket clone cgroups_v1 maps overlay binds etc"
+OUTSIDE = "check cgroups directories socket clone cgroups_v1 maps overlay binds etc proc masks"
 INSIDE = "ids cgroupns network mounts sysctls view root rlimits capabilities seccomp agent"
 STEPS = f"{OUTSIDE} {INSIDE}".split()
 

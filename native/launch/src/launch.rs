@@ -303,8 +303,10 @@ fn build(
     root::binds(system, job.plan, &tree)?;
     clock.begin(Step::Etc)?;
     root::etc(system, job.plan, &tree)?;
+    clock.begin(Step::Proc)?;
+    let proc = root::proc(system, &tree, child.process.as_fd())?;
     clock.begin(Step::Masks)?;
-    root::proc(system, job.plan, &tree, child.process.as_fd())?;
+    root::masks(system, job.plan, &proc)?;
     system
         .write(child.go.as_fd(), b"r")
         .doing("start", "the new process")?;
@@ -563,7 +565,7 @@ mod tests {
     #[test]
     fn the_failing_step_is_named() {
         let outside =
-            "check cgroups directories socket clone cgroups_v1 maps overlay volumes binds etc masks agent";
+            "check cgroups directories socket clone cgroups_v1 maps overlay volumes binds etc proc masks agent";
         for name in outside.split(' ') {
             let (parts, system) = (Parts::new(), Fake::new(None));
 

@@ -36,6 +36,7 @@ pub enum Step {
     Volumes,
     Binds,
     Etc,
+    Proc,
     Masks,
     Ids,
     CgroupNs,
@@ -50,7 +51,7 @@ pub enum Step {
     Agent,
 }
 
-const STEPS: [(Step, &str); 23] = [
+const STEPS: [(Step, &str); 24] = [
     (Step::Check, "check"),
     (Step::Cgroups, "cgroups"),
     (Step::Directories, "directories"),
@@ -62,6 +63,7 @@ const STEPS: [(Step, &str); 23] = [
     (Step::Volumes, "volumes"),
     (Step::Binds, "binds"),
     (Step::Etc, "etc"),
+    (Step::Proc, "proc"),
     (Step::Masks, "masks"),
     (Step::Ids, "ids"),
     (Step::CgroupNs, "cgroupns"),

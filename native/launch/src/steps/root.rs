@@ -422,18 +422,18 @@ pub fn etc(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result<()>
     Ok(())
 }
 
-/// Mounts the proc of the new process's pid namespace, and hides and protects parts of it. Their paths are the kernel's own:
-/// nothing that an image can plant. Those of sysfs are hidden by `Sysfs`.
-pub fn proc(
-    system: &dyn System,
-    plan: &LaunchPlan,
-    root: &OwnedFd,
-    process: BorrowedFd,
-) -> Result<()> {
+/// Mounts the proc of the new process's pid namespace.
+pub fn proc(system: &dyn System, root: &OwnedFd, process: BorrowedFd) -> Result<OwnedFd> {
     let proc = system
         .make_proc(process, KERNEL_MOUNT)
         .doing("make", "/proc")?;
     attach_inside(system, root, &proc, Path::new("/proc"))?;
+    Ok(proc)
+}
+
+/// Hides and protects parts of it. Their paths are the kernel's own: nothing that an image can plant. Those of sysfs are hidden
+/// by `Sysfs`.
+pub fn masks(system: &dyn System, plan: &LaunchPlan, proc: &OwnedFd) -> Result<()> {
     // There are many of them: named from here, not opened.
     system
         .change_directory(proc.as_fd())

@@ -72,7 +72,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROBE_S = 20.0
 _CLAIM_S = 10.0  # a few system calls
 # Steps that mount on what the image has, and what they meet where it has a link or a file instead.
-_IMAGE_STEPS = frozenset({"etc", "binds", "mounts"})
+_IMAGE_STEPS = frozenset({"etc", "binds", "proc", "mounts"})
 _NO_DIRECTORY = frozenset({"ELOOP", "ENOTDIR", "EINVAL", "EISDIR", "EEXIST"})
 _IMAGE_HINT = (
     "in the image /dev, /etc, /proc and /sys must be directories or missing, and /etc/hosts, /etc/hostname and "
