@@ -56,7 +56,9 @@ def test_the_agent_program_cannot_be_read_nor_replaced(inside: Callable[[str], s
     assert "denied" in inside("echo x > /proc/1/exe")
 
 
-def test_ids_inside_lie_in_the_range_alone(inside: Callable[[str], str], sandbox: tuple[object, LaunchPlan, int]) -> None:
+def test_ids_inside_lie_in_the_range_alone(
+    inside: Callable[[str], str], sandbox: tuple[object, LaunchPlan, int]
+) -> None:
     base = sandbox[1].id_base
     assert inside("cat /proc/self/uid_map /proc/self/gid_map").split()[:6] == ["0", str(base), "65536"] * 2
 
