@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -14,7 +16,7 @@ import pytest
 
 from dsec.core.errors import CapacityError, InvalidArgumentError, NotFoundError
 from dsec.testing.waiting import eventually
-from dsec.wire.egress import NAMESERVER, OWN_ADDRESS, OWN_ADDRESS_6, EgressCounts, EgressRule
+from dsec.wire.egress import NAMESERVER, OWN_ADDRESS, OWN_ADDRESS_6, AttachAnswer, EgressCounts, EgressRule
 from tests.native.egress_site import (
     HOST,
     INSIDE,
@@ -324,6 +326,24 @@ async def test_after_detaching_nothing_is_reached_and_nothing_is_left(place: Sit
     assert place.open_files() == before
     await place.attach(everything=True)
     assert place.says(WEB, 22)
+
+
+async def test_many_are_attached_at_once_and_one_that_is_detached_meanwhile_is_not(place: Site) -> None:
+    await place.attach()
+    before = place.open_files()
+    with contextlib.ExitStack() as stack:
+        spaces = [stack.enter_context(space()) for _ in range(6)]
+        wanted = [place.egress.attach(f"s{n}", found.pid, found.start, None) for n, found in enumerate(spaces)]
+        given_up = place.egress.detach("s5")
+
+        *attached, last, _ = await asyncio.gather(*wanted, given_up, return_exceptions=True)
+
+        assert [getattr(answer, "fresh", answer) for answer in attached] == [True] * 5
+        assert isinstance(last, NotFoundError | AttachAnswer)  # as the two met
+        assert set(await place.egress.counts()) == {place.name, *(f"s{n}" for n in range(5))}
+        for number in range(5):
+            await place.egress.detach(f"s{number}")
+    assert place.open_files() == before
 
 
 async def test_a_sandbox_that_ends_is_let_go_of(place: Site) -> None:

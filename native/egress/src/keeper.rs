@@ -4,6 +4,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use dsec_sys::epoll::Source;
 use dsec_sys::passing::{receive_all, send_with};
 
 use crate::error::{Doing, Error, Result};
@@ -25,65 +26,89 @@ const INVALID: u8 = 2;
 const NOT_FOUND: u8 = 3;
 const BUSY: u8 = 4;
 
+#[derive(Clone, Copy)]
+pub enum Wish {
+    /// Which network is it in.
+    Find,
+    /// Set that network up. May be repeated once the sockets of before are closed.
+    Steer,
+}
+
 pub struct Found {
     /// Readable when it has ended.
     pub process: OwnedFd,
     pub id: Id,
+    /// If they were wished for.
+    pub sockets: Option<Sockets>,
 }
 
-/// The server's end.
+/// The server's end. It answers one wish after the other.
 pub struct Keeper {
-    link: OwnedFd,
+    link: Source,
 }
 
 impl Keeper {
-    pub fn new(link: OwnedFd) -> Keeper {
+    /// `link` is readable when it has answered, or ended.
+    pub fn new(link: Source) -> Keeper {
         Keeper { link }
     }
 
-    /// Readable when the keeper has ended, while nothing is asked of it.
-    pub fn as_descriptor(&self) -> io::Result<OwnedFd> {
-        self.link.try_clone()
-    }
-
-    pub fn find(&mut self, process: Process) -> Result<Found> {
-        let (id, mut descriptors) = self.ask(FIND, process)?;
-        match descriptors.pop() {
-            Some(process) if descriptors.is_empty() => Ok(Found { process, id }),
-            _ => Err(incomplete()),
-        }
-    }
-
-    pub fn steer(&mut self, process: Process) -> Result<(Found, Sockets)> {
-        let (id, descriptors) = self.ask(STEER, process)?;
-        let count = descriptors.len();
-        let mut descriptors = descriptors.into_iter();
-        let mut next = || descriptors.next().ok_or_else(incomplete);
-        let (process, link) = (next()?, next()?);
-        let mut family = || {
-            Ok(Family {
-                listener: next()?,
-                questions: next()?,
-                packets: next()?,
-            })
-        };
-        let v4 = family()?;
-        let v6 = if count > 5 { Some(family()?) } else { None };
-        Ok((Found { process, id }, Sockets { v4, v6, link }))
-    }
-
-    fn ask(&mut self, what: u8, (pid, start): Process) -> Result<(Id, Vec<OwnedFd>)> {
-        let mut request = vec![what];
+    pub fn ask(&self, wish: Wish, (pid, start): Process) -> Result<()> {
+        let mut request = vec![match wish {
+            Wish::Find => FIND,
+            Wish::Steer => STEER,
+        }];
         request.extend(pid.to_ne_bytes());
         request.extend(start.to_ne_bytes());
         send_with(&self.link, &request, &[]).doing("asking the keeper")?;
-        let mut answer = [0; ANSWER_BYTES_MAX];
-        let (count, descriptors) =
-            receive_all(&self.link, &mut answer).doing("hearing the keeper")?;
-        read_answer(&answer[..count])
-            .unwrap_or_else(|| Err(incomplete()))
-            .map(|id| (id, descriptors))
+        Ok(())
     }
+
+    /// Its answer; None: it has ended.
+    pub fn hear(&self) -> Option<Result<Found>> {
+        let mut answer = [0; ANSWER_BYTES_MAX];
+        match receive_all(&self.link, &mut answer) {
+            Ok((0, _)) => None,
+            Ok((count, descriptors)) => Some(
+                read_answer(&answer[..count])
+                    .unwrap_or_else(|| Err(incomplete()))
+                    .and_then(|id| found_of(id, descriptors)),
+            ),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => None,
+            Err(error) => Some(Err(error).doing("hearing the keeper")),
+        }
+    }
+}
+
+/// In the order in which `act` gives them.
+fn found_of(id: Id, descriptors: Vec<OwnedFd>) -> Result<Found> {
+    let count = descriptors.len();
+    let mut descriptors = descriptors.into_iter();
+    let mut next = || descriptors.next().ok_or_else(incomplete);
+    let process = next()?;
+    if count == 1 {
+        return Ok(Found {
+            process,
+            id,
+            sockets: None,
+        });
+    }
+    let link = next()?;
+    let mut family = || {
+        Ok(Family {
+            listener: next()?,
+            questions: next()?,
+            packets: next()?,
+        })
+    };
+    let v4 = family()?;
+    let v6 = if count > 5 { Some(family()?) } else { None };
+    let sockets = Some(Sockets { v4, v6, link });
+    Ok(Found {
+        process,
+        id,
+        sockets,
+    })
 }
 
 fn incomplete() -> Error {
@@ -195,6 +220,7 @@ fn read_answer(answer: &[u8]) -> Option<Result<Id>> {
 
 #[cfg(test)]
 mod tests {
+    use dsec_sys::epoll::Poller;
     use dsec_sys::passing::message_pair;
 
     use super::*;
@@ -234,16 +260,16 @@ mod tests {
     fn it_answers_what_it_is_asked_and_ends_with_the_server() {
         let (ours, theirs) = message_pair().unwrap();
         let thread = std::thread::spawn(move || keep(&ours));
-        let mut keeper = Keeper::new(theirs);
+        let poller = Poller::new().unwrap();
+        let keeper = Keeper::new(Source::new(&poller, theirs, 0));
 
         let own = std::process::id() as i32;
-        assert!(matches!(keeper.find((own, 0)), Err(Error::NotFound(_))));
-        assert!(matches!(keeper.steer((1, 0)), Err(Error::Invalid(_))));
+        keeper.ask(Wish::Find, (own, 0)).unwrap();
+        assert!(matches!(keeper.hear(), Some(Err(Error::NotFound(_)))));
+        keeper.ask(Wish::Steer, (1, 0)).unwrap();
+        assert!(matches!(keeper.hear(), Some(Err(Error::Invalid(_)))));
         send_with(&keeper.link, b"what", &[]).unwrap();
-        let mut answer = [0; ANSWER_BYTES_MAX];
-        let (count, _) = receive_all(&keeper.link, &mut answer).unwrap();
-        let read = read_answer(&answer[..count]).unwrap();
-        assert!(matches!(read, Err(Error::Invalid(_))));
+        assert!(matches!(keeper.hear(), Some(Err(Error::Invalid(_)))));
 
         drop(keeper);
         thread.join().unwrap().unwrap();

@@ -14,6 +14,8 @@ pub const COUNTS_PAGE: usize = 256;
 pub const SANDBOXES_MAX: usize = 16_384;
 /// Ended ones that nobody has detached, kept for their counts; beyond, the first are forgotten.
 pub const ENDED_MAX: usize = 4096;
+/// Attaching one after the other; a node that is started attaches all that it has.
+pub const ATTACHING_MAX: usize = 16_384;
 /// The longest name of a sandbox: ids are shorter.
 pub const SANDBOX_NAME_MAX: usize = 128;
 

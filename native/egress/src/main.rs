@@ -34,7 +34,6 @@ use dsec_sys::seqpacket::{self, Kind};
 use dsec_sys::{identity, namespaces, paths, process, rights};
 
 use crate::error::{Doing, Error, Result};
-use crate::keeper::Keeper;
 use crate::server::Server;
 use crate::shared::Shared;
 
@@ -86,7 +85,7 @@ fn run_in(run: &Path) -> Result<i32> {
     match namespaces::clone(&namespaces::Clone::default()).doing("starting the server")? {
         namespaces::Side::Child => {
             drop(ours);
-            serve(&run, descriptors, Keeper::new(theirs), ready).map(|()| 0)
+            serve(&run, descriptors, theirs, ready).map(|()| 0)
         }
         namespaces::Side::Parent { pid, .. } => {
             drop((theirs, ready));
@@ -100,7 +99,7 @@ fn run_in(run: &Path) -> Result<i32> {
 }
 
 /// What reads what strangers send has no rights.
-fn serve(run: &Path, descriptors: u64, keeper: Keeper, ready: OwnedFd) -> Result<()> {
+fn serve(run: &Path, descriptors: u64, keeper: OwnedFd, ready: OwnedFd) -> Result<()> {
     let signals =
         seqpacket::signal_descriptor(&[libc::SIGTERM, libc::SIGINT]).doing("blocking signals")?;
     let listener = listen(run)?;

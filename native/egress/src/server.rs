@@ -9,18 +9,22 @@ use dsec_sys::epoll::{Poller, Ready, Source, READ};
 
 use crate::desk::Desk;
 use crate::error::{Doing, Error, Result};
-use crate::keeper::{Keeper, Process};
-use crate::limits::{COUNTS_PAGE, DENIED_EVERY, ENDED_MAX, SANDBOXES_MAX, SANDBOX_NAME_MAX, TICK};
+use crate::keeper::Keeper;
+use crate::limits::{COUNTS_PAGE, DENIED_EVERY, ENDED_MAX, TICK};
 use crate::network::Id;
 use crate::policy::Policy;
-use crate::sandbox::{Places, Sandbox};
+use crate::sandbox::Sandbox;
 use crate::settings::Settings;
 use crate::shared::Shared;
 use crate::slab::{read_token, token, Key, Slab};
 use crate::wire::{
-    args_of, head_of, reply, told, AttachAnswer, AttachArgs, Counts, CountsAnswer, CountsArgs,
-    Denied, DetachArgs, HelloAnswer, HelloArgs, Nothing, RulesArgs, EGRESS_VERSION,
+    args_of, head_of, reply, told, Counts, CountsAnswer, CountsArgs, Denied, DetachArgs,
+    HelloAnswer, HelloArgs, Nothing, RulesArgs, EGRESS_VERSION,
 };
+
+mod attaching;
+
+use attaching::Attaching;
 
 const LISTENER: u64 = 0;
 const SIGNALS: u64 = 1;
@@ -32,9 +36,8 @@ const KEEPER: u64 = 5;
 pub struct Server {
     desk: Desk,
     _signals: Source,
-    /// Readable when it has ended.
-    _kept: Source,
     keeper: Keeper,
+    attaching: Attaching,
     sandboxes: Slab<Sandbox>,
     by_name: BTreeMap<String, Key>,
     networks: BTreeMap<Id, String>,
@@ -51,25 +54,24 @@ impl Server {
     pub fn new(
         listener: OwnedFd,
         signals: OwnedFd,
-        keeper: Keeper,
+        keeper: OwnedFd,
         shared: Shared,
     ) -> Result<Server> {
         let poller = Poller::new().doing("making a poller")?;
-        let kept = keeper.as_descriptor().doing("waiting for the keeper")?;
-        let mut kept = Source::new(&poller, kept, KEEPER << 60);
+        let mut keeper = Source::new(&poller, keeper, KEEPER << 60);
         let mut listener = Source::new(&poller, listener, LISTENER << 60);
         let mut signals = Source::new(&poller, signals, SIGNALS << 60);
         listener
             .want(READ)
             .and_then(|()| signals.want(READ))
-            .and_then(|()| kept.want(READ))
+            .and_then(|()| keeper.want(READ))
             .doing("waiting for nodes")?;
         let now = shared.now;
         Ok(Server {
             desk: Desk::new(listener, LINK),
             _signals: signals,
-            _kept: kept,
-            keeper,
+            keeper: Keeper::new(keeper),
+            attaching: Attaching::default(),
             sandboxes: Slab::default(),
             by_name: BTreeMap::new(),
             networks: BTreeMap::new(),
@@ -109,8 +111,8 @@ impl Server {
         let (kind, key) = read_token(event.token);
         match kind {
             LISTENER => self.desk.accept_all(&self.poller),
-            // Without a keeper no sandbox can be attached: another program of ours has to take over.
-            SIGNALS | KEEPER => self.stops = true,
+            SIGNALS => self.stops = true,
+            KEEPER => self.hear_keeper(),
             LINK => {
                 for message in self.desk.requests(key) {
                     self.answer(key, &message);
@@ -163,9 +165,11 @@ impl Server {
             return; // nobody could be answered
         };
         let id = head.id;
+        if head.op == "attach" {
+            return self.attach(link, id, message);
+        }
         let answer = match head.op.as_str() {
             "hello" => reply(id, &args_of(message).and_then(|args| self.hello(&args))),
-            "attach" => reply(id, &args_of(message).and_then(|args| self.attach(args))),
             "rules" => reply(id, &args_of(message).and_then(|args| self.rules(&args))),
             "detach" => reply(id, &args_of(message).map(|args| self.detach(args))),
             "counts" => reply(id, &args_of(message).map(|args| self.counts(&args))),
@@ -198,94 +202,25 @@ impl Server {
         })
     }
 
-    fn attach(&mut self, args: AttachArgs) -> Result<AttachAnswer> {
-        let name = args.sandbox;
-        if name.is_empty() || name.len() > SANDBOX_NAME_MAX {
-            return Err(Error::Invalid("no name for a sandbox".into()));
-        }
-        let policy = Policy::parse(args.rules.as_deref())?;
-        let most = args.connections as usize;
-        let process = (args.pid, args.start);
-        let found = self.keeper.find(process)?;
-        if self
-            .networks
-            .get(&found.id)
-            .is_some_and(|other| *other != name)
-        {
-            return Err(Error::Busy("another sandbox has that network".into()));
-        }
-        let key = self.by_name.get(&name).copied();
-        if let Some((key, sandbox)) =
-            key.and_then(|key| self.sandboxes.get_mut(key).map(|sandbox| (key, sandbox)))
-        {
-            if sandbox.id == found.id {
-                let process = watch(&self.poller, found.process, key)?;
-                let ipv6 = sandbox.has_ipv6();
-                sandbox.change(policy, Some(most), Some(process), &mut self.shared);
-                return Ok(AttachAnswer { fresh: false, ipv6 });
-            }
-        }
-        let before = self.forget(&name);
-        self.add(name, policy, most, (found.id, process), before)
-    }
-
-    fn add(
-        &mut self,
-        name: String,
-        policy: Policy,
-        most: usize,
-        (id, process): (Id, Process),
-        before: Option<Counts>,
-    ) -> Result<AttachAnswer> {
-        let count = self.by_name.len();
-        if count >= SANDBOXES_MAX || !self.shared.has_room_for_sandbox(count) {
-            return Err(Error::Busy(
-                "there are as many sandboxes as there may be".into(),
-            ));
-        }
-        let (found, sockets) = self.keeper.steer(process)?;
-        if found.id != id {
-            return Err(Error::Busy(
-                "the process has just changed its network".into(),
-            ));
-        }
-        let ipv6 = sockets.v6.is_some();
-        let counts = Counts {
-            sandbox: name.clone(),
-            alive: true,
-            ..before.unwrap_or_default()
-        };
-        let own = Poller::new().doing("making a poller")?;
-        let descriptor = own.as_descriptor().doing("making a poller")?;
-        let (poller, shared) = (&self.poller, &self.shared);
-        let key = self.sandboxes.try_insert_with(|key| {
-            let mut outer = Source::new(poller, descriptor, token(SANDBOX, key));
-            outer.want(READ).doing("waiting for a sandbox")?;
-            let process = watch(poller, found.process, key)?;
-            let places = Places {
-                outer,
-                process,
-                own,
-            };
-            Sandbox::new(id, counts, policy, most, sockets, places, shared)
-        })?;
-        self.networks.insert(id, name.clone());
-        self.by_name.insert(name, key);
-        Ok(AttachAnswer { fresh: true, ipv6 })
-    }
-
     fn rules(&mut self, args: &RulesArgs) -> Result<Nothing> {
         let policy = Policy::parse(args.rules.as_deref())?;
+        let mut known = self.attaching.replace(&args.sandbox, &policy);
         let key = self.by_name.get(&args.sandbox).copied();
-        let sandbox = key.and_then(|key| self.sandboxes.get_mut(key));
-        let sandbox = sandbox.ok_or_else(|| {
-            Error::NotFound(format!("sandbox {:?} is not attached", args.sandbox))
-        })?;
-        sandbox.change(policy, None, None, &mut self.shared);
-        Ok(Nothing {})
+        if let Some(sandbox) = key.and_then(|key| self.sandboxes.get_mut(key)) {
+            sandbox.change(policy, None, None, &mut self.shared);
+            known = true;
+        }
+        match known {
+            true => Ok(Nothing {}),
+            false => Err(Error::NotFound(format!(
+                "sandbox {:?} is not attached",
+                args.sandbox
+            ))),
+        }
     }
 
     fn detach(&mut self, args: DetachArgs) -> Counts {
+        self.attaching.give_up(&args.sandbox);
         self.forget(&args.sandbox).unwrap_or(Counts {
             sandbox: args.sandbox,
             ..Counts::default()

@@ -8,7 +8,7 @@ import errno
 import os
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -86,6 +86,8 @@ class Egress:
         self._next_id = 1
         self._waiting: dict[int, asyncio.Future[EgressReply]] = {}
         self._attached: dict[str, AttachArgs] = {}
+        self._restored = False  # on this connection: requests wait until all is as it was
+        self._missing: set[str] = set()  # those of which that has failed, and may not the next time
         self._again: asyncio.Task[None] | None = None
         self._closed = False
         self.pid = 0
@@ -107,21 +109,33 @@ class Egress:
 
     async def rules(self, sandbox: str, rules: Rules) -> None:
         """Other rules in place: connections that they allow go on, the others are cut. Raises as `attach`, and
-        NotFoundError for one that is not attached."""
+        NotFoundError for one that is not attached. Unless they are no rules, they hold once it is attached again."""
         known = self._attached.get(sandbox)
         if known is None:
             raise NotFoundError(f"sandbox {sandbox} has no network")
-        await self._request(EgressOp.RULES, RulesArgs(sandbox=sandbox, rules=rules), dict)
-        if sandbox in self._attached:
-            self._attached[sandbox] = msgspec.structs.replace(known, rules=rules)
+        wanted = msgspec.structs.replace(known, rules=rules)
+        self._attached[sandbox] = wanted  # also for the next one, should this one die now
+        try:
+            await self._request(EgressOp.RULES, RulesArgs(sandbox=sandbox, rules=rules), dict)
+        except InvalidArgumentError:
+            if self._attached.get(sandbox) is wanted:
+                self._attached[sandbox] = known
+            raise
 
     async def detach(self, sandbox: str) -> EgressCounts:
         """Nothing passes any more; its last counts. One that is not attached is fine. Raises UnavailableError,
         DeadlineError."""
-        self._attached.pop(sandbox, None)
+        self._forget(sandbox)
         if self._socket is None and not self._is_held():
             return EgressCounts(sandbox=sandbox)
-        return await self._request(EgressOp.DETACH, DetachArgs(sandbox), EgressCounts)
+        try:
+            return await self._request(EgressOp.DETACH, DetachArgs(sandbox), EgressCounts)
+        finally:
+            self._forget(sandbox)  # an attach that was under way may have been answered meanwhile
+
+    def _forget(self, sandbox: str) -> None:
+        self._attached.pop(sandbox, None)
+        self._missing.discard(sandbox)
 
     async def counts(self) -> dict[str, EgressCounts]:
         """Of all that it has; nothing when it does not run. Raises UnavailableError, DeadlineError."""
@@ -165,8 +179,12 @@ class Egress:
 
     def _lost(self, error: Exception) -> None:
         self._disconnect(error)
-        if self._attached and not self._closed and (self._again is None or self._again.done()):
+        if self._attached:
             log.warning("dsec-egress went away; its sandboxes are attached again", sandboxes=len(self._attached))
+        self._see_to_it()
+
+    def _see_to_it(self) -> None:
+        if self._attached and not self._closed and (self._again is None or self._again.done()):
             self._again = asyncio.get_running_loop().create_task(self._attach_again())
 
     async def _attach_again(self) -> None:
@@ -174,7 +192,9 @@ class Egress:
         while self._attached and not self._closed:
             try:
                 await self._ensure_connected()
-                return
+                await self._restore(self._missing & self._attached.keys())
+                if not self._missing:
+                    return
             except DsecError as error:
                 log.warning("dsec-egress does not come back", error=str(error))
             await asyncio.sleep(pause_s)
@@ -187,18 +207,23 @@ class Egress:
             with contextlib.suppress(asyncio.CancelledError):
                 await again
 
-    async def _restore(self) -> None:
-        """All that it had: a new one knows nothing, and one that we had lost is told again, which cuts nothing."""
-        for sandbox, args in list(self._attached.items()):
-            if self._attached.get(sandbox) is not args:
+    async def _restore(self, sandboxes: Collection[str]) -> None:
+        """As they were: a new one knows nothing, and one that we had lost is told again, which cuts nothing."""
+        for sandbox in sandboxes:
+            args = self._attached.get(sandbox)
+            if args is None:
                 continue
+            self._missing.discard(sandbox)
             try:
                 await self._exchange(EgressOp.ATTACH, args, AttachAnswer)
             except (UnavailableError, DeadlineError):
+                self._missing.add(sandbox)
                 raise
+            except NotFoundError:
+                pass  # it has ended; whoever removes it detaches it
             except DsecError as error:
-                # It has ended, mostly; whoever removes it detaches it.
-                log.warning("a sandbox stays without its network", sandbox=sandbox, error=str(error))
+                log.warning("a sandbox is without its network", sandbox=sandbox, error=str(error))
+                self._missing.add(sandbox)
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -249,10 +274,10 @@ class Egress:
 
     async def _ensure_connected(self) -> None:
         self._readable()  # one that has died already is noticed here
-        if self._socket is not None:
+        if self._restored:
             return
         async with self._connecting:
-            if self._socket is None:
+            if not self._restored:
                 await self._connect()
 
     async def _connect(self) -> None:
@@ -267,8 +292,11 @@ class Egress:
                 await asyncio.sleep(_POLL_S)
         try:
             hello = await self._exchange(EgressOp.HELLO, self._settings, HelloAnswer)
+            await self._restore(list(self._attached))
             self.pid = hello.pid
-            await self._restore()
+            self._restored = True
+            if self._missing:
+                self._see_to_it()
         except BaseException as error:
             self._lost(UnavailableError(f"dsec-egress was not greeted: {error}", retry_after_s=1.0))
             raise
@@ -318,6 +346,7 @@ class Egress:
 
     def _disconnect(self, error: Exception) -> None:
         link, self._socket = self._socket, None
+        self._restored = False
         if link is not None:
             asyncio.get_running_loop().remove_reader(link.fileno())
             link.close()
@@ -347,7 +376,7 @@ class Egress:
 
 
 def _run(words: list[str], log_path: Path) -> int:
-    with log_path.open("wb") as output:
+    with log_path.open("ab") as output:
         done = subprocess.run(
             words,
             stdin=subprocess.DEVNULL,
