@@ -76,6 +76,25 @@ impl Netlink {
         self.ask(libc::RTM_NEWROUTE, REPLACE, &body).map(drop)
     }
 
+    /// This address is behind a device, which nothing comes before: neither does what makes all others local.
+    pub fn lead_to(&mut self, address: IpAddr, device: u32) -> io::Result<()> {
+        let bytes = octets(address);
+        let mut body = vec![
+            family(address),
+            (bytes.len() * 8) as u8,
+            0,
+            0,
+            libc::RT_TABLE_LOCAL,
+            libc::RTPROT_STATIC,
+            libc::RT_SCOPE_LINK,
+            UNICAST,
+        ];
+        body.extend(0u32.to_ne_bytes());
+        push(&mut body, libc::RTA_DST, &bytes);
+        push(&mut body, libc::RTA_OIF, &device.to_ne_bytes());
+        self.ask(libc::RTM_NEWROUTE, REPLACE, &body).map(drop)
+    }
+
     /// The kind of the route that a connection to this address would take; None when there is none.
     pub fn route_kind(&mut self, address: IpAddr) -> io::Result<Option<u8>> {
         let bytes = octets(address);
