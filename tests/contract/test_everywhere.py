@@ -106,6 +106,17 @@ async def test_snapshots_of_all_nodes_come_in_pages(cluster: tuple[Served, Sever
             break
         cursor = f"&cursor={page['next']}"
     assert sorted(seen) == sorted(made)
+
+    for _, id in made:  # found without its node being named
+        assert (await get(served, f"/v1/snapshots/{id}"))["id"] == id
+    assert (await get(served, "/v1/snapshots/nothing"))["code"] == "not_found"
+    away, other = rpc.services
+    rpc.away.add(away)
+    assert (await get(served, "/v1/snapshots/nothing"))["code"] == "unavailable"
+    for node, id in made:
+        if node == other:
+            assert (await get(served, f"/v1/snapshots/{id}"))["id"] == id
+    rpc.away.clear()
     assert (await get(served, "/v1/volumes"))["volumes"] == []
 
 

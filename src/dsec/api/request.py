@@ -17,6 +17,7 @@ from dsec.api.openstreams import OpenStreams
 from dsec.api.query import text_of
 from dsec.api.routing import Found
 from dsec.cluster.fleet import Fleet
+from dsec.cluster.holders import named_by, the_holder
 from dsec.cluster.jobs.orders import Orders
 from dsec.cluster.jobs.table import Jobs
 from dsec.cluster.rpc import Rpc
@@ -215,7 +216,7 @@ class Request:
         self, method: Method, record: Any, *, timeout_s: float = CALL_TIMEOUT_S, image: str | None = None
     ) -> bytes:
         """`image`: the environment that the node is to have, of what any node may do."""
-        node = self._node(method, image)
+        node = await self._holder(method, record) or self._node(method, image)
         return await self.services.rpc.call(
             node, method, pack(record), caller=self.caller, timeout_s=timeout_s, key=self.key
         )
@@ -259,6 +260,13 @@ class Request:
         gate = self.services.gate
         check = None if authorization is None else lambda: gate.principal(authorization, self.peer, within)
         return streams.add(stream, project, check, self._cut)
+
+    async def _holder(self, method: Method, record: Any) -> NodeId | None:
+        """Where what the request names is, if only one of several nodes has such a thing and it names no node."""
+        asked, nodes = named_by(method, record), self.services.fleet.nodes()
+        if not asked or len(nodes) < 2 or self.header(b"dsec-node") is not None:
+            return None
+        return await the_holder(self.services.rpc, nodes, asked, self.caller)
 
     def _node(self, method: Method, image: str | None = None) -> NodeId:
         assert self.found is not None

@@ -11,10 +11,11 @@ import msgspec
 
 from dsec.cluster.candidates import Candidates
 from dsec.cluster.events import EventDesk, EventTail
+from dsec.cluster.holders import held_alone, holders, inspector, needs
 from dsec.cluster.members.nodes import Nodes, NodeState, NodeView
 from dsec.cluster.names import Claim, Holder, Names
 from dsec.cluster.operations import Operation, Operations
-from dsec.cluster.pages import merge_pages
+from dsec.cluster.pages import check_page, merge_pages, own
 from dsec.cluster.placement import (
     Ask,
     Burst,
@@ -48,7 +49,7 @@ from dsec.core.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from dsec.core.ids import NodeId, node_of, parse_node_id, parse_sandbox_id
+from dsec.core.ids import NodeId, parse_node_id
 from dsec.core.states import ENDED
 from dsec.observe.logs import get_logger
 from dsec.wire.codec import pack, unpack
@@ -56,7 +57,7 @@ from dsec.wire.cursors import decode_cursor
 from dsec.wire.errors import error_of
 from dsec.wire.events import EventQuery
 from dsec.wire.many import Created, CreatedMany, CreateMany
-from dsec.wire.node import Caller, Method, Right, Stream
+from dsec.wire.node import Caller, Method, Stream
 from dsec.wire.records import CreateRequest, Health, ListQuery, NodeLoad, Sandbox, SandboxPage
 
 log = get_logger(__name__)
@@ -243,7 +244,7 @@ class ManyNodes:
         asked_at = self._clock.monotonic_s()
         answer = await self._rpc.call(node, Method.CREATE, pack(request), caller=caller, timeout_s=timeout_s, key=key)
         self._overlay.seen(node, asked_at)  # the load that came with the answer has it
-        return _own(unpack(answer, Sandbox), node)
+        return own(unpack(answer, Sandbox), node)
 
     async def ask_many(
         self, node: NodeId, request: CreateRequest, caller: Caller, keys: tuple[str, ...], timeout_s: float
@@ -256,6 +257,10 @@ class ManyNodes:
         if len(items) != len(keys):
             raise ProtocolError(f"node {node} has answered with {len(items)} sandboxes for {len(keys)} keys")
         return [_come(item, node) for item in items]
+
+    @property
+    def rpc(self) -> Rpc:
+        return self._rpc
 
     @property
     def together(self) -> Together:
@@ -285,7 +290,7 @@ class ManyNodes:
         if view is None or view.state(self._clock.monotonic_s()) in (NodeState.LOST, NodeState.RETIRED):
             return False  # and it cannot bring the name back: it drops its names when it joins again
         query = ListQuery(name=name, limit=1)
-        page = await self._list_one(view.id, query, _inspector(project), _LIST_S)
+        page = await self._list_one(view.id, query, inspector(project), _LIST_S)
         return any(sandbox.project == project for sandbox in page.sandboxes)
 
     # -- listings ----------------------------------------------------------------------------------
@@ -321,7 +326,7 @@ class ManyNodes:
         page = unpack(
             await self._rpc.call(node, Method.LIST, pack(query), caller=caller, timeout_s=timeout_s), SandboxPage
         )
-        _check_page(page, node, query)
+        check_page(page, node, query)
         return page
 
     async def events(self, query: EventQuery, *, caller: Caller) -> Stream:
@@ -381,6 +386,7 @@ class _Create:
     ) -> None:
         self._fleet = fleet
         self._only = only
+        self._looked = False
         self._request = request
         self._caller = caller
         self._key = key
@@ -466,6 +472,15 @@ class _Create:
         self._tried.clear()
         return node
 
+    async def _holder(self) -> NodeId | None:
+        """The node that has the volumes and the snapshot, once one has said that it lacks them."""
+        if self._only is not None or self._looked:
+            return None
+        self._looked = True
+        asked, caller = needs(self._request), inspector(self._caller.project)
+        found, _ = await holders(self._fleet.rpc, self._fleet.nodes(), asked, caller)
+        return next((node for node in found if node not in self._tried), None)
+
     def _choose(self, but: set[NodeId]) -> NodeId:
         return self._fleet.choose(self._request, but, self._caller.project, only=self._only)
 
@@ -511,6 +526,12 @@ class _Create:
         self._vetoes.add(node)
         if isinstance(error, (NotFoundError, UnsupportedError)) or error.detail.get("never"):
             self._unfit.add(node)
+        if isinstance(error, NotFoundError) and (only := await self._holder()) is not None:
+            self._only = only
+            try:
+                return self._choose(self._tried)
+            except CapacityError as full:
+                return await self._wait(held_alone(full, only))
         if len(self._tried) < _NODES_TRIED_MAX:
             try:
                 return self._choose(self._tried)
@@ -524,17 +545,11 @@ class _Create:
         return await self._wait(error)
 
 
-def _own(made: Sandbox, node: NodeId) -> Sandbox:
-    if node_of(parse_sandbox_id(made.id)) != node:
-        raise ProtocolError(f"node {node} has answered with a sandbox of another node")
-    return made
-
-
 def _come(item: Created, node: NodeId) -> Sandbox | DsecError | None:
     if item.sandbox is None:
         return None if item.error is None else error_of(item.error)
     try:
-        return _own(item.sandbox, node)
+        return own(item.sandbox, node)
     except DsecError as error:
         return error
 
@@ -550,19 +565,6 @@ def _is_refusal(error: DsecError, *, first: bool) -> bool:
     if isinstance(error, (NodeRetiredError, *_REFUSALS)):
         return True
     return first and isinstance(error, UnavailableError) and error.outcome == Outcome.UNCHANGED
-
-
-def _check_page(page: SandboxPage, node: NodeId, query: ListQuery) -> None:
-    """A node tells of its own sandboxes only, and its pages go forward. Raises ProtocolError."""
-    try:
-        strange = [one.id for one in page.sandboxes if node_of(parse_sandbox_id(one.id)) != node]
-        back = page.next is not None and query.cursor is not None
-        if strange or (back and decode_cursor(str(page.next)) <= decode_cursor(str(query.cursor))):
-            raise ProtocolError(f"node {node} has answered with a page that is not its own, or goes back")
-        if page.next is not None:
-            decode_cursor(page.next)
-    except InvalidArgumentError as error:
-        raise ProtocolError(f"node {node} has answered with a page that cannot be read: {error.message}") from error
 
 
 def _no_node(reasons: Mapping[NodeId, Refusal], ask: Ask, tried: set[NodeId]) -> DsecError:
@@ -583,10 +585,6 @@ def _no_node(reasons: Mapping[NodeId, Refusal], ask: Ask, tried: set[NodeId]) ->
 def _fullness(view: NodeView) -> float:
     load = view.load or NodeLoad()
     return load.sandboxes / max(load.sandboxes_max, 1)
-
-
-def _inspector(project: str) -> Caller:
-    return Caller(principal="api", project=project, rights=frozenset({Right.READ}))
 
 
 async def _all(work: Callable[[NodeId], object], nodes: Sequence[NodeId]) -> None:

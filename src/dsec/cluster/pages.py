@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dsec.core.errors import InvalidArgumentError, ProtocolError
+from dsec.core.ids import NodeId, node_of, parse_sandbox_id
 from dsec.wire.cursors import Place, decode_cursor, encode_cursor
-from dsec.wire.records import Sandbox, SandboxPage
+from dsec.wire.records import ListQuery, Sandbox, SandboxPage
 
 
 def merge_pages(pages: Sequence[SandboxPage], limit: int, missing: Sequence[str] = ()) -> SandboxPage:
@@ -25,3 +27,22 @@ def merge_pages(pages: Sequence[SandboxPage], limit: int, missing: Sequence[str]
 
 def _place(sandbox: Sandbox) -> Place:
     return Place(sandbox.created_at, sandbox.id)
+
+
+def check_page(page: SandboxPage, node: NodeId, query: ListQuery) -> None:
+    """A node tells of its own sandboxes only, and its pages go forward. Raises ProtocolError."""
+    try:
+        strange = [one.id for one in page.sandboxes if node_of(parse_sandbox_id(one.id)) != node]
+        back = page.next is not None and query.cursor is not None
+        if strange or (back and decode_cursor(str(page.next)) <= decode_cursor(str(query.cursor))):
+            raise ProtocolError(f"node {node} has answered with a page that is not its own, or goes back")
+        if page.next is not None:
+            decode_cursor(page.next)
+    except InvalidArgumentError as error:
+        raise ProtocolError(f"node {node} has answered with a page that cannot be read: {error.message}") from error
+
+
+def own(made: Sandbox, node: NodeId) -> Sandbox:
+    if node_of(parse_sandbox_id(made.id)) != node:
+        raise ProtocolError(f"node {node} has answered with a sandbox of another node")
+    return made
