@@ -172,3 +172,46 @@ async def test_without_swap_nothing_is_given(v2: Path, monkeypatch: pytest.Monke
     assert not memory.give_back()
     assert not memory.given_back
     await memory.keep()
+
+
+async def test_one_whose_turn_has_not_come_goes_on_at_once_and_keeps_all(
+    v2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few give at once, and none for longer than it may."""
+    begun, over = threading.Semaphore(0), threading.Event()
+
+    def busy(_: int, stop: threading.Event) -> PagedOut:
+        begun.release()
+        over.wait(60)
+        return PagedOut(MIB, 0, MIB)
+
+    memories = [paused(monkeypatch, Kernel(set()), CgroupMemory(v2, None)) for _ in range(3)]
+    monkeypatch.setattr(pausedmemory, "page_out", busy)
+    try:
+        for memory in memories:
+            assert memory.give_back()
+        for _ in range(2):
+            assert await asyncio.to_thread(begun.acquire, timeout=60)
+
+        async with asyncio.timeout(60):
+            await memories[2].keep()
+        assert not over.is_set()
+    finally:
+        over.set()
+        await asyncio.gather(*(memory.keep() for memory in memories))
+
+
+async def test_one_that_takes_too_long_keeps_the_rest(v2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(_: int, stop: threading.Event) -> PagedOut:
+        stop.wait(60)
+        return PagedOut(MIB, MIB, 0)
+
+    memory = paused(monkeypatch, Kernel(set()), CgroupMemory(v2, None))
+    monkeypatch.setattr(pausedmemory, "page_out", endless)
+    monkeypatch.setattr(pausedmemory, "_GIVE_S", 0.01)
+    assert memory.give_back()
+    assert memory._job is not None
+    await eventually(memory._job.done)
+
+    assert (v2 / "memory.reclaim").read_text() == "", "what is left is left"
+    await memory.keep()

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
 
 from dsec.core.errors import HostError
 from dsec.density.pageout import PagedOut, has_swap, page_out
@@ -13,6 +15,10 @@ from dsec.density.swapping import CgroupMemory
 from dsec.observe.logs import get_logger
 
 log = get_logger(__name__)
+
+_GIVE_S: Final = 60.0  # of one sandbox: what it has made of its memory may be made to take long
+# Of all: many that are paused at once leave the threads of everybody else alone, and the disk some of its time.
+_THREADS: Final = ThreadPoolExecutor(2, thread_name_prefix="page-out")
 
 
 class PausedMemory:
@@ -24,6 +30,7 @@ class PausedMemory:
         self._counted = counted
         self._stop = threading.Event()
         self._work: asyncio.Task[None] | None = None
+        self._job: Future[PagedOut] | None = None
 
     @property
     def given_back(self) -> bool:
@@ -34,13 +41,16 @@ class PausedMemory:
         """Begins, if the host has swap; else it keeps what it has, and this is False."""
         if self._work is None and has_swap():
             self._stop.clear()
-            self._work = asyncio.get_running_loop().create_task(self._page_out())
+            job = self._job = _THREADS.submit(self._give)
+            self._work = asyncio.get_running_loop().create_task(self._page_out(job))
         return self._work is not None
 
     async def keep(self) -> None:
         """No more of it is taken when this returns. Idempotent."""
         self._stop.set()
         work, self._work = self._work, None
+        if self._job is not None:
+            self._job.cancel()  # it has its turn no more; one that has begun ends soon
         if work is not None:
             await asyncio.shield(work)
         with contextlib.suppress(OSError):  # an earlier process may have paused it; and it may have ended
@@ -50,9 +60,13 @@ class PausedMemory:
         """It ends by itself, soon."""
         self._stop.set()
 
-    async def _page_out(self) -> None:
+    async def _page_out(self, job: Future[PagedOut]) -> None:
         try:
-            done = await asyncio.to_thread(self._give)
+            done = await asyncio.shield(asyncio.wrap_future(job))
+        except asyncio.CancelledError:
+            if job.cancelled():
+                return
+            raise
         except (HostError, OSError) as error:
             if self._stop.is_set():
                 return  # it has ended, as was wanted
@@ -68,6 +82,15 @@ class PausedMemory:
 
     def _give(self) -> PagedOut:
         """All of its processes, and then what only the cgroup has. Raises HostError: none of them is there."""
+        timer = threading.Timer(_GIVE_S, self._stop.set)
+        timer.daemon = True
+        timer.start()
+        try:
+            return self._given()
+        finally:
+            timer.cancel()
+
+    def _given(self) -> PagedOut:
         self._counted.allow_swap(True)
         found: list[PagedOut] = []
         failure: HostError | None = None
