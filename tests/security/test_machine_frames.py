@@ -21,9 +21,9 @@ from dsec.core.machines import ADDRESS, GATEWAY
 from dsec.storage.syscalls import enter_network
 from dsec.testing.egress import egress_of
 from dsec.testing.networks import able
+from dsec.testing.outside import ALLOWED, METADATA, OTHER, PRIVATE, Outside, outside
 from dsec.testing.waiting import eventually
 from dsec.wire.egress import NAMESERVER, EgressRule, HelloArgs
-from tests.system.vm_outside import ALLOWED, METADATA, OTHER, PRIVATE, Outside, outside
 
 pytestmark = [
     pytest.mark.root,

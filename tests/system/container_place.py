@@ -65,7 +65,6 @@ class Place:
     more: str = ""  # of the configuration, for nodes in processes of their own
     wrap: tuple[str, ...] = ()  # before the command of its node: into a network, say
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    wrap: tuple[str, ...] = ()  # what commands are preceded by: to run elsewhere
 
     @property
     def run(self) -> Path:

@@ -29,10 +29,10 @@ from dsec.serve import parts
 from dsec.serve.service import LocalService
 from dsec.testing.machines import add_boot_sector
 from dsec.testing.networks import able
+from dsec.testing.outside import ALLOWED, METADATA, OTHER, PRIVATE, Outside, outside
 from dsec.testing.waiting import eventually
 from dsec.wire.egress import NAMESERVER
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
-from tests.system.vm_outside import ALLOWED, METADATA, OTHER, PRIVATE, Outside, outside
 
 pytestmark = [
     pytest.mark.root,

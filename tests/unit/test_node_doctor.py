@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from dsec.backends.base import Probe, Weakness
 from dsec.backends.fake.backend import FakeBackend
+from dsec.backends.steering import why_not_steered
 from dsec.backends.vm.qemu import weaknesses
+from dsec.core.spec import NetworkMode
 from dsec.node.doctor import of_backend
 
 
@@ -40,6 +45,30 @@ async def test_what_is_weaker_is_told_with_its_cost_and_what_is_not_is_fine() ->
     weak, fine = told["microvm: processor"], told["microvm: kernel"]
     assert (weak.status, weak.need, weak.cost, weak.hint) == ("degraded", "advised", "slow", "KVM")
     assert (fine.status, fine.need, fine.cost) == ("ok", "optional", None)
+
+
+async def test_a_network_that_cannot_be_had_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Probed(Probe(True))
+    _, findings = await of_backend("fake", backend)
+    assert next(found for found in findings if found.what == "fake: network").status == "ok"
+
+    able = replace(backend.capabilities, networks=frozenset({NetworkMode.NONE}), network_reason="no BPF here")
+    monkeypatch.setattr(backend, "_capabilities", able)
+    _, findings = await of_backend("fake", backend)
+    told = next(found for found in findings if found.what == "fake: network")
+    assert (told.status, told.need, told.detail) == ("degraded", "optional", "none only: no BPF here")
+
+
+def _held() -> tuple[int, Path]:
+    return len(list(Path("/proc/self/fd").iterdir())), Path("/proc/self/ns/net").readlink()
+
+
+@pytest.mark.root
+def test_this_host_is_tried_and_nothing_of_that_is_left() -> None:
+    before = _held()
+
+    assert why_not_steered.__wrapped__() == why_not_steered()
+    assert _held() == before
 
 
 def test_machines_are_weak_by_emulation_and_by_old_monitors_and_by_nothing_else() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -102,6 +104,27 @@ async def test_a_restart_loses_nothing_and_counts_nothing_twice(tmp_path: Path) 
 
     assert after.records == before.records
     assert [(total.sandboxes, total.cpu_s) for total in totals] == [(1, before.records[0].cpu_s)]
+
+
+async def test_sums_of_before_there_were_networks_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    journal = await Journal.open(path)
+    await journal.bury(_tombstone(journal, "/a", 5 * DAY))
+    await journal.close()
+    with closing(sqlite3.connect(path)) as db:
+        for table in ("usage_days", "usage_jobs"):
+            for column in ("sent_bytes", "received_bytes"):
+                db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        db.commit()
+
+    journal = await Journal.open(path)
+    later = _tombstone(journal, "/a", 5 * DAY + 1)
+    used_now = msgspec.structs.replace(later.sandbox.usage or Usage(), sent_bytes=7, received_bytes=9)
+    await journal.bury(msgspec.structs.replace(later, sandbox=msgspec.structs.replace(later.sandbox, usage=used_now)))
+
+    found = journal.read("SELECT sandboxes, cpu_s, sent_bytes, received_bytes FROM usage_days", ())
+    assert found == [(2, 4.0, 7, 9)]
+    await journal.close()
 
 
 async def test_a_sandbox_whose_tombstone_is_written_again_counts_once(tmp_path: Path) -> None:

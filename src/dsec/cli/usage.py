@@ -82,7 +82,7 @@ def _sandboxes(records: list[UsageRecord]) -> list[str]:
     return lay_out(("SANDBOX", "PROJECT", "MADE BY", "ENDED", *_HEADINGS), rows)
 
 
-_HEADINGS: Final = ("CPU", "MEMORY GiB·h", "LIVED", "FROZEN", "OUTPUT")
+_HEADINGS: Final = ("CPU", "MEMORY GiB·h", "LIVED", "FROZEN", "OUTPUT", "SENT", "RECEIVED")
 
 
 def _figures(of: UsageTotal | UsageRecord) -> tuple[str, ...]:
@@ -94,6 +94,8 @@ def _figures(of: UsageTotal | UsageRecord) -> tuple[str, ...]:
         age(of.lived_s),
         age(of.frozen_s),
         format_size(of.output_bytes),
+        format_size(of.sent_bytes),
+        format_size(of.received_bytes),
     )
 
 

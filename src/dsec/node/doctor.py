@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dsec import __version__
 from dsec.backends.base import Capabilities, Probe
 from dsec.core.errors import DsecError
-from dsec.core.spec import Substrate
+from dsec.core.spec import NetworkMode, Substrate
 from dsec.core.units import format_size
 from dsec.node.fingerprint import DEGRADED, FANOTIFY_COST, MISSING, OK, fingerprint
 from dsec.wire.records import DoctorReport, Finding
@@ -32,7 +32,8 @@ async def examine(node: Node) -> DoctorReport:
 async def of_backend(substrate: str, backend: Backend) -> tuple[str, list[Finding]]:
     """ "ok" or the reason why not, and what there is to say of it."""
     probe = await backend.probe()
-    findings = [*_of_probe(substrate, probe), _disk_limit(backend.capabilities), _resource_view(backend.capabilities)]
+    able = backend.capabilities
+    findings = [*_of_probe(substrate, probe), _disk_limit(able), _resource_view(able), *_network(able)]
     return "ok" if probe.usable else probe.reason or "not usable", findings
 
 
@@ -69,6 +70,24 @@ def _disk_limit(able: Capabilities) -> Finding:
         "disk = 'tmpfs' keeps their files in memory, with a limit",
         cost="a create that asks for one is refused, and one sandbox can fill the disk down to the reserve",
     )
+
+
+def _network(able: Capabilities) -> list[Finding]:
+    what = f"{able.substrate}: network"
+    if NetworkMode.PROXIED in able.networks:
+        return [Finding(what=what, status=OK, detail="none, and proxied: a namespace was steered for trial")]
+    if not able.network_reason:
+        return []
+    return [
+        Finding(
+            what=what,
+            status=DEGRADED,
+            detail=f"none only: {able.network_reason}",
+            hint="Linux 5.9 or newer with BPF, a node that runs as root, and [node.egress] offered = true",
+            need="optional",
+            cost="a create that asks for network proxied is refused",
+        )
+    ]
 
 
 def _resource_view(able: Capabilities) -> Finding:

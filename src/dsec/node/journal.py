@@ -24,7 +24,7 @@ from dsec.node.events import EventTable, end_of, event_of
 from dsec.node.journalwriter import JournalWriter, Write
 from dsec.node.rows import KeyRow, SandboxRow, SpareRow, Tombstone
 from dsec.node.usage import SCHEMA as USAGE_SCHEMA
-from dsec.node.usage import prune_usage, put_usage
+from dsec.node.usage import prune_usage, put_usage, widen_usage
 from dsec.wire.codec import pack, unpack
 from dsec.wire.events import Event, EventKind
 
@@ -275,6 +275,7 @@ def _open(path: Path, node: NodeId | None = None) -> tuple[sqlite3.Connection, N
         _check_schema(db, path)
         _check_pages(db, path)
         db.executescript(_SCHEMA + USAGE_SCHEMA + EVENTS_SCHEMA)
+        widen_usage(db)
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         node_id = _minted_id(db, node)
         path.chmod(0o600)

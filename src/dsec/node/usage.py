@@ -33,25 +33,38 @@ CREATE INDEX IF NOT EXISTS usage_ended ON usage (ended_at, id);
 CREATE TABLE IF NOT EXISTS usage_days (
     project TEXT NOT NULL, day INTEGER NOT NULL, sandboxes INTEGER NOT NULL, cpu_s REAL NOT NULL,
     memory_gib_s REAL NOT NULL, frozen_s REAL NOT NULL, lived_s REAL NOT NULL, output_bytes INTEGER NOT NULL,
+    sent_bytes INTEGER NOT NULL DEFAULT 0, received_bytes INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (project, day)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS usage_days_day ON usage_days (day);
 CREATE TABLE IF NOT EXISTS usage_jobs (
     project TEXT NOT NULL, job TEXT NOT NULL, ended_at REAL NOT NULL, sandboxes INTEGER NOT NULL, cpu_s REAL NOT NULL,
     memory_gib_s REAL NOT NULL, frozen_s REAL NOT NULL, lived_s REAL NOT NULL, output_bytes INTEGER NOT NULL,
+    sent_bytes INTEGER NOT NULL DEFAULT 0, received_bytes INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (project, job)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS usage_jobs_ended ON usage_jobs (ended_at);
 """
 _DAY_S: Final = 86_400
-_SUMS: Final = "sandboxes, cpu_s, memory_gib_s, frozen_s, lived_s, output_bytes"
+_SUMS: Final = "sandboxes, cpu_s, memory_gib_s, frozen_s, lived_s, output_bytes, sent_bytes, received_bytes"
+_LATER: Final = ("sent_bytes", "received_bytes")  # columns that the tables of earlier versions lack
 _ADDED: Final = (
     "sandboxes = sandboxes + 1, cpu_s = cpu_s + excluded.cpu_s, memory_gib_s = memory_gib_s + excluded.memory_gib_s, "
     "frozen_s = frozen_s + excluded.frozen_s, lived_s = lived_s + excluded.lived_s, "
-    "output_bytes = output_bytes + excluded.output_bytes"
+    "output_bytes = output_bytes + excluded.output_bytes, sent_bytes = sent_bytes + excluded.sent_bytes, "
+    "received_bytes = received_bytes + excluded.received_bytes"
 )
 _END: Final = 1e18
 _SCANNED_MAX: Final = 5_000  # records that are looked at for a page of one job; it may come short, with a cursor
+
+
+def widen_usage(db: sqlite3.Connection) -> None:
+    """Of a journal that an earlier version has made; that one can go on with it, too."""
+    for table in ("usage_days", "usage_jobs"):
+        known = {row[1] for row in db.execute(f"PRAGMA table_info({table})")}
+        for column in _LATER:
+            if column not in known:
+                db.execute(f"ALTER TABLE {table} ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
 
 
 def put_usage(db: sqlite3.Connection, tombstone: Tombstone) -> None:
@@ -63,15 +76,18 @@ def put_usage(db: sqlite3.Connection, tombstone: Tombstone) -> None:
     )
     if done.rowcount != 1:
         return
-    sums = (record.cpu_s, record.memory_gib_s, record.frozen_s, record.lived_s, record.output_bytes)
+    sums = (
+        *(record.cpu_s, record.memory_gib_s, record.frozen_s, record.lived_s),
+        *(record.output_bytes, record.sent_bytes, record.received_bytes),
+    )
     db.execute(
-        f"INSERT INTO usage_days (project, day, {_SUMS}) VALUES (?, ?, 1, ?, ?, ?, ?, ?) "
+        f"INSERT INTO usage_days (project, day, {_SUMS}) VALUES (?, ?, 1, ?, ?, ?, ?, ?, ?, ?) "
         f"ON CONFLICT (project, day) DO UPDATE SET {_ADDED}",
         (record.project, int(ended_at // _DAY_S), *sums),
     )
     if record.job is not None:
         db.execute(
-            f"INSERT INTO usage_jobs (project, job, ended_at, {_SUMS}) VALUES (?, ?, ?, 1, ?, ?, ?, ?, ?) "
+            f"INSERT INTO usage_jobs (project, job, ended_at, {_SUMS}) VALUES (?, ?, ?, 1, ?, ?, ?, ?, ?, ?, ?) "
             f"ON CONFLICT (project, job) DO UPDATE SET ended_at = excluded.ended_at, {_ADDED}",
             (record.project, record.job, ended_at, *sums),
         )
@@ -113,6 +129,8 @@ def record_of(sandbox: Sandbox, principal: str) -> UsageRecord:
         frozen_s=used.frozen_s,
         lived_s=used.lived_s,
         output_bytes=used.output_bytes,
+        sent_bytes=used.sent_bytes,
+        received_bytes=used.received_bytes,
     )
 
 
@@ -126,6 +144,8 @@ def total_of(record: UsageRecord, day: int | None) -> UsageTotal:
         frozen_s=record.frozen_s,
         lived_s=record.lived_s,
         output_bytes=record.output_bytes,
+        sent_bytes=record.sent_bytes,
+        received_bytes=record.received_bytes,
     )
 
 
@@ -169,6 +189,8 @@ def _totals(
             frozen_s=sums[3],
             lived_s=sums[4],
             output_bytes=sums[5],
+            sent_bytes=sums[6],
+            received_bytes=sums[7],
         )
         _add(found, (path, day if by_day else None), total)
     today = int(now // _DAY_S)
@@ -198,6 +220,8 @@ def _jobs(
                 frozen_s=sums[3],
                 lived_s=sums[4],
                 output_bytes=sums[5],
+                sent_bytes=sums[6],
+                received_bytes=sums[7],
             )
     for record in living:
         if record.job is not None:

@@ -225,7 +225,7 @@ class AsyncClient:
         kinds: Sequence[str] = (),
     ) -> AsyncGenerator[Event, None]:
         """What happens to sandboxes, in order, over lost connections: created, running, paused, resumed, rested,
-        snapshot, rolled_back, destroyed, expired, failed. `kinds`: only these; operators see nodes, too.
+        snapshot, rolled_back, egress_denied, destroyed, expired, failed. `kinds`: only these; operators see nodes, too.
 
             async for event in client.events(labels={"run": "7"}):
                 print(event.kind, event.sandbox, event.cause)

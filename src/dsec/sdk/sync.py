@@ -1745,7 +1745,7 @@ class Client(Blocking[AsyncClient]):
         kinds: Sequence[str] = (),
     ) -> Iterator[Event]:
         """What happens to sandboxes, in order, over lost connections: created, running, paused, resumed, rested,
-        snapshot, rolled_back, destroyed, expired, failed. `kinds`: only these; operators see nodes, too.
+        snapshot, rolled_back, egress_denied, destroyed, expired, failed. `kinds`: only these; operators see nodes, too.
 
             for event in client.events(labels={"run": "7"}):
                 print(event.kind, event.sandbox, event.cause)

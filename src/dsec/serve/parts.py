@@ -64,7 +64,7 @@ class NodePart:
             ),
             make_backends=self._backends,
             environments=self._environments(),
-            make_forwarder=self._forwarder if config.node.egress.offered else None,
+            make_forwarder=self._forwarder,  # also where none is offered any more: of sandboxes of before
         )
         await node.start()
         self._stack.push_async_callback(node.close)

@@ -15,6 +15,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from dsec.backends.container.launcher import Launcher, LauncherRefusal
+from dsec.backends.egress import Egress
 from dsec.binaries import find_binary
 from dsec.core.errors import DsecError, HostError, PlatformError, UnavailableError
 from dsec.core.ids import parse_sandbox_id
@@ -62,7 +63,18 @@ async def retire_launcher(run_dir: Path, *, force: bool = False) -> int:
         _unpin(run_dir)
         # Last: the mounts of layers read through it.
         Loader(run_dir, run_dir, cache_bytes=0).shutdown()
+        await _retire_forwarder(run_dir)
     return held
+
+
+async def _retire_forwarder(run_dir: Path) -> None:
+    """Unless a sandbox that runs on, a machine say, is carried by it."""
+    forwarder = Egress(run_dir)
+    try:
+        if not any(counts.alive for counts in (await forwarder.counts()).values()):
+            await forwarder.shutdown()
+    finally:
+        await forwarder.close()
 
 
 async def _sandboxes_held(run_dir: Path) -> int:

@@ -56,6 +56,8 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     frozen_s: float = 0.0
     lived_s: float = 0.0
     output_bytes: int = 0
+    sent_bytes: int = 0  # through the proxy
+    received_bytes: int = 0
 
 
 class UsageTotal(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +72,8 @@ class UsageTotal(msgspec.Struct, frozen=True, kw_only=True):
     frozen_s: float = 0.0
     lived_s: float = 0.0
     output_bytes: int = 0
+    sent_bytes: int = 0  # through the proxy
+    received_bytes: int = 0
 
 
 class UsagePage(msgspec.Struct, frozen=True):
@@ -91,4 +95,6 @@ def added(one: UsageTotal, other: UsageTotal) -> UsageTotal:
         frozen_s=one.frozen_s + other.frozen_s,
         lived_s=one.lived_s + other.lived_s,
         output_bytes=one.output_bytes + other.output_bytes,
+        sent_bytes=one.sent_bytes + other.sent_bytes,
+        received_bytes=one.received_bytes + other.received_bytes,
     )

@@ -82,12 +82,17 @@ _ADDRESSES: Final = {
 }
 
 
-@group("connect", _ADDRESSES.items(), errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EINVAL)
+_UNREACHED: Final = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EINVAL)
+
+
+# With network `proxied` a connection is taken before it is known where it goes, and reset when it may not.
+@group("connect", _ADDRESSES.items(), *_UNREACHED, errno.ECONNRESET, errno.EPIPE, errno.ECONNREFUSED)
 def _(address: str) -> str:
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as link:
-        link.settimeout(5)
+        link.settimeout(20)
         link.connect((address, 80))
-    return f"connected to {address}"
+        link.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        return f"connected to {address}, which says {link.recv(64)!r}"
 
 
 @probe(errno.ENETUNREACH, errno.EHOSTUNREACH)
