@@ -94,7 +94,7 @@ class LaunchClient:
         if not message:
             raise ConnectionError("the launcher has closed the connection")
         reply = msgspec.msgpack.decode(message)
-        if reply["event"] is not None:
+        if reply.get("event") is not None:
             self.events.append(msgspec.convert(reply["event"], ExitEvent))
         else:
             self._replies[reply["id"]] = reply

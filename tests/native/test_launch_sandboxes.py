@@ -204,10 +204,10 @@ def test_a_kill_for_memory_is_counted(host: Host, client: LaunchClient) -> None:
         pytest.skip("no memory controller")
     launched = client.launch(plan)
 
-    ask(plan, "head -c 200000000 /dev/zero | sort | wc -c")
+    said = ask(plan, "head -c 200000000 /dev/zero | sort | wc -c")
     client.destroy(destroy_args(plan, launched))
 
-    assert client.wait_event(plan.sandbox).oom_kills >= 1
+    assert client.wait_event(plan.sandbox).oom_kills >= 1, said
 
 
 CPUSET = {"cpuset.cpus": "0", "cpuset.mems": "0"}

@@ -1,41 +1,14 @@
 //! Messages between a node and this program; the twin of src/dsec/wire/egress.py, which binds.
 
+use dsec_protocol::desk::{self, Failure, Head};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
+pub use dsec_protocol::desk::{Nothing, MESSAGE_BYTES_MAX};
+
 pub const EGRESS_VERSION: u32 = 1;
-pub const MESSAGE_BYTES_MAX: usize = 128 * 1024;
-
-#[derive(Deserialize)]
-pub struct Head {
-    pub id: u64,
-    pub op: String,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Request<T> {
-    #[allow(dead_code)] // read as part of the head
-    id: u64,
-    #[allow(dead_code)]
-    op: String,
-    args: T,
-}
-
-#[derive(Serialize)]
-struct Reply<'a, T: Serialize> {
-    id: u64,
-    ok: Option<T>,
-    error: Option<Failure<'a>>,
-}
-
-#[derive(Serialize)]
-struct Failure<'a> {
-    code: &'a str,
-    message: String,
-}
 
 #[derive(Serialize)]
 struct Told<'a> {
@@ -52,10 +25,6 @@ pub struct Denied<'a> {
     pub reason: &'static str,
     pub count: u64,
 }
-
-#[derive(Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct Nothing {}
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -141,41 +110,21 @@ pub struct CountsAnswer {
 
 /// None for what is no request: nobody could be answered.
 pub fn head_of(message: &[u8]) -> Option<Head> {
-    rmp_serde::from_slice(message).ok()
+    desk::head(message).ok()
 }
 
 pub fn args_of<T: DeserializeOwned>(message: &[u8]) -> Result<T> {
-    match rmp_serde::from_slice::<Request<T>>(message) {
-        Ok(request) => Ok(request.args),
-        Err(error) => Err(Error::Invalid(format!(
-            "the request is not understood: {error}"
-        ))),
-    }
+    desk::args(message).map_err(Error::Invalid)
 }
 
 pub fn reply<T: Serialize>(id: u64, result: &Result<T>) -> Vec<u8> {
-    encode(&match result {
-        Ok(answer) => Reply {
-            id,
-            ok: Some(answer),
-            error: None,
-        },
-        Err(error) => Reply {
-            id,
-            ok: None,
-            error: Some(Failure {
-                code: error.code(),
-                message: error.to_string(),
-            }),
-        },
-    })
+    let failure = |error: &Error| Failure {
+        code: error.code(),
+        message: error.to_string(),
+    };
+    desk::reply(id, result.as_ref().map_err(failure).as_ref().map(|ok| *ok))
 }
 
 pub fn told(denied: &Denied) -> Vec<u8> {
-    encode(&Told { id: 0, denied })
-}
-
-/// Records of ours have no maps of unknown length nor anything else that cannot be written.
-fn encode<T: Serialize>(message: &T) -> Vec<u8> {
-    rmp_serde::to_vec_named(message).unwrap_or_default()
+    desk::encode(&Told { id: 0, denied }).unwrap_or_default()
 }

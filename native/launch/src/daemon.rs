@@ -506,13 +506,13 @@ impl<'a> Daemon<'a> {
     }
 
     fn succeed<T: Serialize>(&mut self, origin: Origin, ok: T) -> Result<()> {
-        let message = wire::encode_ok(origin.request, ok)?;
+        let message = wire::encode_ok(origin.request, &ok);
         self.connections.reply(origin.connection, message);
         Ok(())
     }
 
     fn fail(&mut self, origin: Origin, failure: &LaunchFailure) -> Result<()> {
-        let message = wire::encode_error(origin.request, failure)?;
+        let message = wire::encode_error(origin.request, failure);
         self.connections.reply(origin.connection, message);
         Ok(())
     }

@@ -2,38 +2,21 @@
 
 use std::collections::BTreeMap;
 
+use dsec_protocol::desk::{self, Head};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
 use crate::error::{Error, Result};
 
+pub use dsec_protocol::desk::{Nothing, MESSAGE_BYTES_MAX};
+
 pub const LAUNCH_VERSION: u32 = 1;
-pub const MESSAGE_BYTES_MAX: usize = 128 * 1024;
-
-/// The part of a request that says what the rest is.
-#[derive(Deserialize)]
-pub struct Head {
-    pub id: u64,
-    pub op: String,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Request<T> {
-    #[allow(dead_code)] // read as part of the head
-    id: u64,
-    #[allow(dead_code)]
-    op: String,
-    args: T,
-}
 
 #[derive(Serialize)]
-struct Reply<'a, T: Serialize> {
+struct Told<'a> {
     id: u64,
-    ok: Option<T>,
-    error: Option<&'a LaunchFailure>,
-    event: Option<&'a ExitEvent>,
+    event: &'a ExitEvent,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize, PartialEq, Eq)]
@@ -50,10 +33,6 @@ pub struct ExitEvent {
     pub status: i32,
     pub oom_kills: u64,
 }
-
-#[derive(Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Nothing {}
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -378,47 +357,26 @@ pub struct ListedSandbox {
     pub start_ticks: u64,
 }
 
-/// The operation and id of a request, whatever its arguments are.
 pub fn decode_head(message: &[u8]) -> Result<Head> {
-    rmp_serde::from_slice(message)
-        .map_err(|error| Error::Invalid(format!("not a request: {error}")))
+    desk::head(message).map_err(Error::Invalid)
 }
 
-/// The arguments of a request, which must be exactly those of its operation.
 pub fn decode_args<T: DeserializeOwned>(message: &[u8]) -> Result<T> {
-    let request: Request<T> = rmp_serde::from_slice(message)
-        .map_err(|error| Error::Invalid(format!("bad arguments: {error}")))?;
-    Ok(request.args)
+    desk::args(message).map_err(Error::Invalid)
 }
 
-pub fn encode_ok<T: Serialize>(id: u64, ok: T) -> Result<Vec<u8>> {
-    encode(&Reply {
-        id,
-        ok: Some(ok),
-        error: None,
-        event: None,
-    })
+pub fn encode_ok<T: Serialize>(id: u64, ok: &T) -> Vec<u8> {
+    desk::reply::<_, LaunchFailure>(id, Ok(ok))
 }
 
-pub fn encode_error(id: u64, error: &LaunchFailure) -> Result<Vec<u8>> {
-    encode(&Reply::<Nothing> {
-        id,
-        ok: None,
-        error: Some(error),
-        event: None,
-    })
+pub fn encode_error(id: u64, error: &LaunchFailure) -> Vec<u8> {
+    desk::reply::<Nothing, _>(id, Err(error))
 }
 
 pub fn encode_event(event: &ExitEvent) -> Result<Vec<u8>> {
-    encode(&Reply::<Nothing> {
-        id: 0,
-        ok: None,
-        error: None,
-        event: Some(event),
-    })
+    encode(&Told { id: 0, event })
 }
 
 pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {
-    rmp_serde::to_vec_named(value)
-        .map_err(|error| Error::Invalid(format!("not encodable: {error}")))
+    desk::encode(value).map_err(Error::Invalid)
 }

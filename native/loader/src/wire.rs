@@ -1,45 +1,14 @@
 //! Messages between a node and this program; the twin of src/dsec/wire/loader.py, which binds.
 
+use dsec_protocol::desk::{self, Failure};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
+pub use dsec_protocol::desk::{Head, Nothing, MESSAGE_BYTES_MAX};
+
 pub const LOADER_VERSION: u32 = 1;
-pub const MESSAGE_BYTES_MAX: usize = 128 * 1024;
-
-#[derive(Deserialize)]
-pub struct Head {
-    pub id: u64,
-    pub op: String,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Request<T> {
-    #[allow(dead_code)] // read as part of the head
-    id: u64,
-    #[allow(dead_code)]
-    op: String,
-    args: T,
-}
-
-#[derive(Serialize)]
-struct Reply<'a, T: Serialize> {
-    id: u64,
-    ok: Option<T>,
-    error: Option<Failure<'a>>,
-}
-
-#[derive(Serialize)]
-struct Failure<'a> {
-    code: &'a str,
-    message: String,
-}
-
-#[derive(Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct Nothing {}
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -193,36 +162,22 @@ pub struct EvictArgs {
 }
 
 pub fn decode_head(message: &[u8]) -> Result<Head> {
-    rmp_serde::from_slice(message)
-        .map_err(|error| Error::Invalid(format!("not a request: {error}")))
+    desk::head(message).map_err(Error::Invalid)
 }
 
 pub fn decode_args<T: DeserializeOwned>(message: &[u8]) -> Result<T> {
-    let request: Request<T> = rmp_serde::from_slice(message)
-        .map_err(|error| Error::Invalid(format!("bad arguments: {error}")))?;
-    Ok(request.args)
+    desk::args(message).map_err(Error::Invalid)
 }
 
+/// An answer that is too long becomes an error for whoever asked.
 pub fn encode_ok<T: Serialize>(id: u64, ok: &T) -> Vec<u8> {
-    encode(&Reply {
-        id,
-        ok: Some(ok),
-        error: None,
-    })
+    desk::reply::<_, Failure>(id, Ok(ok))
 }
 
 pub fn encode_error(id: u64, error: &Error) -> Vec<u8> {
-    encode(&Reply::<Nothing> {
-        id,
-        ok: None,
-        error: Some(Failure {
-            code: error.code(),
-            message: error.to_string(),
-        }),
-    })
-}
-
-/// Plain data of ours always encodes; an answer that is too long becomes an error for whoever asked.
-fn encode<T: Serialize>(reply: &T) -> Vec<u8> {
-    rmp_serde::to_vec_named(reply).unwrap_or_default()
+    let failure = Failure {
+        code: error.code(),
+        message: error.to_string(),
+    };
+    desk::reply::<Nothing, _>(id, Err(&failure))
 }

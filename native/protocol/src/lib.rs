@@ -1,6 +1,7 @@
-//! Frames and records between node and agent (docs/internals/protocol.md).
+//! Frames and records between node and agent (docs/internals/protocol.md), and the form of messages between a node and its programs.
 
 pub mod codec;
+pub mod desk;
 pub mod error;
 pub mod exec;
 pub mod files;
