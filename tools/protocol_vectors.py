@@ -113,6 +113,7 @@ RECORDS: dict[str, list[tuple[FrameType, int, msgspec.Struct]]] = {
     "rest": [
         (FrameType.REQ, 1, agent.ConnectArgs(host="::1", port=65_535)),
         (FrameType.REQ, 1, agent.ConnectArgs(path=b"/run/x.sock")),
+        (FrameType.REQ, 1, agent.ListenArgs(host="127.77.0.1", port=5_432)),
         (FrameType.RES, 1, agent.UsageReply(processes=3, execs=1, agent_rss_bytes=400_000, disk_total_bytes=1 << 50)),
         (FrameType.REQ, 1, agent.ClockArgs(paused_s=0.5, wall_s=1.7e9)),
         (FrameType.REQ, 1, agent.ReseedArgs(seed=bytes(range(32)))),

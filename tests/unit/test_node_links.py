@@ -29,6 +29,7 @@ class Machine:
     directory: Path
     host: FakeHost
     client: NodeClient
+    by_agent: bool = False
 
     async def create(
         self, member: str, *links: Link, job: str = "shop", project: str = "/team", job_id: str | None = None
@@ -50,17 +51,18 @@ class Machine:
 
     async def restarted(self) -> None:
         await crash(self.client.node)
-        node = make_fake_node(self.directory, host=self.host)
+        node = make_fake_node(self.directory, host=self.host, links_by_agent=self.by_agent)
         await node.start()
         self.client = NodeClient(node)
 
 
-@pytest.fixture
-async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
-    host = FakeHost()
-    node = make_fake_node(tmp_path, host=host)
+@pytest.fixture(params=["by the node", "by the agent"])
+async def machine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Machine]:
+    """Who listens: the node on the loopback of a container, or the agent of a machine."""
+    host, by_agent = FakeHost(), request.param == "by the agent"
+    node = make_fake_node(tmp_path, host=host, links_by_agent=by_agent)
     await node.start()
-    machine = Machine(tmp_path, host, NodeClient(node))
+    machine = Machine(tmp_path, host, NodeClient(node), by_agent)
     try:
         yield machine
     finally:
@@ -112,6 +114,8 @@ async def test_no_link_leaves_its_job_and_project(machine: Machine, job: str, pr
     writer.close()
 
 
+# A machine that is paused accepts nothing itself.
+@pytest.mark.parametrize("machine", ["by the node"], indirect=True)
 async def test_what_runs_yet_of_a_job_that_is_paused_wakes_nothing_of_it(machine: Machine) -> None:
     db = await machine.create("db", job_id="job_1")
     web = await machine.create("web", DB, job_id="job_1")

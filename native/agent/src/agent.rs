@@ -18,6 +18,7 @@ use crate::exec::requests::Pumped;
 use crate::exec::Execs;
 use crate::files::list::Kept;
 use crate::link::{Link, Opening, Pending};
+use crate::listen::Listener;
 use crate::processes::ProcessTable;
 use crate::refusal::{AgentError, Refusal};
 use crate::session::Sessions;
@@ -54,6 +55,7 @@ pub struct Agent {
     pub scratch: Vec<u8>,
     pub link: Option<Box<Link>>,
     pub streams: BTreeMap<u32, Stream>,
+    pub listeners: BTreeMap<u32, Listener>,
     /// Streams that may have something to send.
     pub ready: BTreeSet<u32>,
     pub execs: Execs,
@@ -107,6 +109,7 @@ impl Agent {
             scratch: vec![0; SCRATCH_BYTES],
             link: None,
             streams: BTreeMap::new(),
+            listeners: BTreeMap::new(),
             ready: BTreeSet::new(),
             execs: Execs::default(),
             starts: StartGuard::default(),
@@ -210,7 +213,7 @@ impl Agent {
             Body::Watch => self.unwatch(id),
             // Dropping closes them; an unfinished replacement is removed.
             Body::Write(writing) => writing.abandon(&self.own),
-            Body::Read(_) | Body::Connect(_) => {}
+            Body::Read(_) | Body::Connect(_) | Body::Accept => {}
         }
     }
 
@@ -352,6 +355,7 @@ impl Agent {
             Some(Token::HelperData(id)) => self.helper_data_ready(id),
             Some(Token::HelperReport(id)) => self.helper_report_ready(id),
             Some(Token::Socket(id)) => self.socket_ready(id, event.events),
+            Some(Token::Port(number)) => self.listener_ready(number),
             None => {}
         }
     }
@@ -496,6 +500,7 @@ impl Agent {
         self.link = None;
         self.names = None;
         self.ready.clear();
+        self.listeners.clear();
         while let Some((id, stream)) = self.streams.pop_first() {
             self.abandon(id, stream);
         }
@@ -554,7 +559,7 @@ impl Agent {
             Body::Helper(_) => self.pump_helper(id, &mut stream),
             Body::Connect(_) => self.pump_connect(id, &mut stream),
             Body::Watch => self.pump_watch(id),
-            Body::Write(_) => Pumped::Idle,
+            Body::Write(_) | Body::Accept => Pumped::Idle,
         };
         if pumped != Pumped::More {
             self.ready.remove(&id);

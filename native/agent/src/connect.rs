@@ -11,7 +11,7 @@ use dsec_protocol::limits::PATH_BYTES_MAX;
 use dsec_protocol::opening::Empty;
 use dsec_protocol::rest::ConnectArgs;
 use dsec_sys::epoll::{Source, HANGUP, READ, WRITE};
-use dsec_sys::sockets::{connect_error, connect_tcp, connect_unix, shutdown_write};
+use dsec_sys::sockets::{connect_error, connect_tcp, connect_unix, reset_on_close, shutdown_write};
 
 use crate::agent::Agent;
 use crate::dispatch::Answer;
@@ -36,6 +36,8 @@ pub struct Connection {
     offset: u64,
     read_ended: bool,
     end_sent: bool,
+    /// One that came: whoever made it is to see whether it was cut.
+    came: bool,
 }
 
 impl Agent {
@@ -57,17 +59,8 @@ impl Agent {
         let mut socket = Source::new(&self.poller, fd, Token::Socket(stream).pack());
         socket.want(WRITE).map_err(|e| refuse_connect(&e))?;
         let connection = Connection {
-            socket,
             others,
-            connected: false,
-            to_socket: VecDeque::new(),
-            taken: 0,
-            host_ended: false,
-            write_closed: false,
-            from_socket: Vec::new(),
-            offset: 0,
-            read_ended: false,
-            end_sent: false,
+            ..Connection::of(socket)
         };
         self.streams
             .insert(stream, Stream::new(Body::Connect(connection)));
@@ -159,6 +152,10 @@ impl Agent {
             }
         }
         if connection.is_over() {
+            if connection.came {
+                // Of one that the other side has reset already it does not matter.
+                let _ = reset_on_close(&connection.socket, false);
+            }
             return Pumped::Over;
         }
         match connection.set_interest() {
@@ -201,6 +198,35 @@ impl Agent {
 }
 
 impl Connection {
+    fn of(socket: Source) -> Self {
+        Self {
+            socket,
+            others: Vec::new(),
+            connected: false,
+            to_socket: VecDeque::new(),
+            taken: 0,
+            host_ended: false,
+            write_closed: false,
+            from_socket: Vec::new(),
+            offset: 0,
+            read_ended: false,
+            end_sent: false,
+            came: false,
+        }
+    }
+
+    /// Closing it is a reset until both sides have ended.
+    pub fn accepted(socket: Source) -> io::Result<Self> {
+        reset_on_close(&socket, true)?;
+        let mut connection = Self {
+            connected: true,
+            came: true,
+            ..Self::of(socket)
+        };
+        connection.set_interest()?;
+        Ok(connection)
+    }
+
     fn write_on(&mut self) -> io::Result<u64> {
         let mut written = 0;
         while !self.to_socket.is_empty() {
@@ -250,7 +276,7 @@ impl Connection {
     }
 }
 
-fn refuse_connect(error: &io::Error) -> Refusal {
+pub fn refuse_connect(error: &io::Error) -> Refusal {
     Refusal::system("connect_failed", "connecting", error)
 }
 

@@ -32,7 +32,7 @@ pub fn reply<T: Serialize>(record: &T) -> Result<Answer, Refusal> {
 /// The host broke the protocol: the channel is closed.
 pub struct Violation;
 
-const FEATURES: &[&str] = &["watch", "archive", "connect", "sessions", "tty"];
+const FEATURES: &[&str] = &["watch", "archive", "connect", "sessions", "tty", "listen"];
 
 impl Agent {
     pub fn handle(&mut self, frame: &Frame) -> Result<(), Violation> {
@@ -143,6 +143,8 @@ impl Agent {
             "extract" => self.op_extract(stream, args),
             "watch" => self.op_watch(stream, args),
             "connect" => self.op_connect(stream, args),
+            "listen" => self.op_listen(args),
+            "accept" => self.op_accept(stream, args),
             "usage" => none(args).and_then(|()| self.op_usage()),
             "clock" => self.op_clock(args),
             "reseed" => self.op_reseed(args),
@@ -179,7 +181,9 @@ impl Agent {
             Body::Write(_) => self.write_input(id, stream, &data),
             Body::Helper(_) => self.helper_input(id, stream, &data),
             Body::Connect(_) => self.connect_input(id, stream, &data),
-            Body::Read(_) | Body::Watch => Err(Refusal::invalid("this stream takes no data")),
+            Body::Read(_) | Body::Watch | Body::Accept => {
+                Err(Refusal::invalid("this stream takes no data"))
+            }
         };
         if let Err(refusal) = result {
             self.refuse_stream(id, refusal);
@@ -223,7 +227,7 @@ impl Agent {
                 }
                 Ok(())
             }
-            Body::Read(_) => {
+            Body::Read(_) | Body::Accept => {
                 self.streams.insert(id, stream);
                 Ok(())
             }

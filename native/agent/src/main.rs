@@ -13,6 +13,7 @@ mod door;
 mod exec;
 mod files;
 mod link;
+mod listen;
 mod machine;
 mod processes;
 mod refusal;

@@ -27,6 +27,8 @@ pub enum Body {
     Write(Writing),
     Helper(Helper),
     Watch,
+    /// Waits for a connection to a port, and becomes one then.
+    Accept,
     Connect(Connection),
 }
 

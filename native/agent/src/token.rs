@@ -20,6 +20,8 @@ pub enum Token {
     HelperData(u32),
     HelperReport(u32),
     Socket(u32),
+    /// By number of its listener.
+    Port(u32),
 }
 
 impl Token {
@@ -41,6 +43,7 @@ impl Token {
             Self::HelperReport(owner) => (14, owner),
             Self::Socket(owner) => (15, owner),
             Self::Bell => (16, 0),
+            Self::Port(owner) => (17, owner),
         };
         (kind << 32) | u64::from(owner)
     }
@@ -64,6 +67,7 @@ impl Token {
             14 => Self::HelperReport(owner),
             15 => Self::Socket(owner),
             16 => Self::Bell,
+            17 => Self::Port(owner),
             _ => return None,
         })
     }

@@ -16,6 +16,7 @@ pub const DRAIN_AFTER_EXIT_MS: u64 = 250;
 pub const SESSIONS_MAX: usize = 64;
 pub const PATH_BYTES_MAX: usize = 4_095;
 pub const LIST_ENTRIES_MAX: usize = 1_000;
+pub const LISTENERS_MAX: usize = 64;
 pub const WATCHES_MAX: usize = 16;
 pub const WATCH_DIRECTORIES_MAX: usize = 65_536;
 pub const WATCH_EVENTS_QUEUED_MAX: usize = 16_384;

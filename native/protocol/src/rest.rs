@@ -20,6 +20,14 @@ pub struct ConnectArgs {
     pub path: Option<Vec<u8>>,
 }
 
+/// Of `listen` and of `accept`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ListenArgs {
+    pub host: String,
+    pub port: u16,
+}
+
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct UsageReply {
     #[serde(default)]

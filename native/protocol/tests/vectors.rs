@@ -122,6 +122,7 @@ fn same_bytes(record: &str, body: &[u8]) {
         "WatchArgs" => round::<files::WatchArgs>(body),
         "WatchEvent" => round::<files::WatchEvent>(body),
         "ConnectArgs" => round::<rest::ConnectArgs>(body),
+        "ListenArgs" => round::<rest::ListenArgs>(body),
         "UsageReply" => round::<rest::UsageReply>(body),
         "ClockArgs" => round::<rest::ClockArgs>(body),
         "ReseedArgs" => round::<rest::ReseedArgs>(body),

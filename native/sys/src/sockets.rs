@@ -105,6 +105,25 @@ pub fn shutdown_write(fd: &impl AsRawFd) -> io::Result<()> {
     }
 }
 
+/// Whether closing tells the other side that the connection was cut, and drops what it has not had yet.
+pub fn reset_on_close(fd: &impl AsRawFd, reset: bool) -> io::Result<()> {
+    let value = libc::linger {
+        l_onoff: libc::c_int::from(reset),
+        l_linger: 0,
+    };
+    // SAFETY: the value lives through the call and has the length given.
+    check(unsafe {
+        libc::setsockopt(
+            fd.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_LINGER,
+            (&raw const value).cast(),
+            size_of::<libc::linger>() as libc::socklen_t,
+        )
+    })
+    .map(drop)
+}
+
 /// A listening socket of this machine for its host (vsock(7)). Reading it never waits.
 pub fn listen_vsock(port: u32) -> io::Result<OwnedFd> {
     let record = libc::sockaddr_vm {

@@ -148,7 +148,7 @@ class AgentChannel:
             self._later_timer = asyncio.get_running_loop().call_later(LATER_S, self._write_later)
 
     async def open_stream(
-        self, op: str, args: Any, shape: Shape, *, timeout_s: float = REQUEST_TIMEOUT_S
+        self, op: str, args: Any, shape: Shape, *, timeout_s: float | None = REQUEST_TIMEOUT_S
     ) -> tuple[AgentStream, Any]:
         """A stream and the agent's reply. Whoever gets it reads it to its end or cancels it. Raises as `request`."""
         stream: AgentStream | None = None

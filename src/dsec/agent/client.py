@@ -191,6 +191,17 @@ class AgentClient:
         stream, _ = await self.channel.open_stream(Op.CONNECT, args, shape, timeout_s=self._timeout_s)
         return Duplex(stream)
 
+    async def listen(self, args: agent.ListenArgs) -> None:
+        """On a port of the sandbox's loopback, until this connection ends; the same again is success. Raises FileError
+        with the errno, such as EADDRINUSE; CapacityError."""
+        await self._unary(Op.LISTEN, args)
+
+    async def accept(self, args: agent.ListenArgs) -> Duplex:
+        """The next connection to a port that is listened on, however long it takes."""
+        shape = Shape(agent.Empty, offsets=lambda _: {int(Channel.OUT): 0}, both_end=True)
+        stream, _ = await self.channel.open_stream(Op.ACCEPT, args, shape, timeout_s=None)
+        return Duplex(stream)
+
     # -- the rest ----------------------------------------------------------------------------------
 
     async def usage(self) -> agent.UsageReply:

@@ -44,6 +44,7 @@ _CLASSES: Final[dict[str, type[DsecError]]] = {
     "too_many_execs": CapacityError,
     "too_many_sessions": CapacityError,
     "too_many_watches": CapacityError,
+    "too_many_listeners": CapacityError,
     "too_many_streams": CapacityError,
     "exec_not_found": ExecNotFoundError,
     "superseded": ConflictError,

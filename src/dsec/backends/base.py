@@ -44,6 +44,7 @@ class Capabilities:
     layers: bool = True  # instances are made of an environment's layers; else of a machine image of that name
     volumes: bool = False  # directories of the node can be mounted into instances
     links: bool = False  # the node can listen on an instance's loopback
+    links_by_agent: bool = False  # its agent can: its loopback is out of the node's reach
     devices: bool = False  # devices of the host can be given to instances
     network_reason: str = ""  # why there is none but `none`
     resource_view: str = "host"  # live | static | host (ruling 16)

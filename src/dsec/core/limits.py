@@ -297,6 +297,7 @@ GROUP_MEMBERS_MAX: Final = 64  # in one request
 GROUP_LINKS_ACROSS_MAX: Final = 512  # from node to node: with 64 members, a row of the longest names has 60 KiB
 GROUPS_AT_ONCE_MAX: Final = 8  # members of one group that are being created; further ones wait
 SANDBOX_LINKS_MAX: Final = 64  # each is a listening socket of the node
+HOSTS_BYTES_MAX: Final = 64 * KIB  # of /etc/hosts in a machine, to which names of links are added; read whole
 LINK_CONNECTIONS_MAX: Final = 256  # of one sandbox, over all its links: two sockets' buffers and a stream each
 LINK_BACKLOG: Final = 128  # connections that wait for their turn, in the kernel; further ones are not answered
 EGRESS_RULES_MAX: Final = 128  # of one sandbox: each new connection and name is compared with all of them

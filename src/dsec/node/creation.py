@@ -264,7 +264,7 @@ class Creation:
                 hint="leave disk out, or see what `dsec doctor` says of the disk limit",
             )
         check_place(spec, backend, self._services.config.labels, self._services.journal.node_id, self._devices.kinds)
-        if spec.links and not backend.capabilities.links:
+        if spec.links and not (backend.capabilities.links or backend.capabilities.links_by_agent):
             raise UnsupportedError(f"{spec.substrate} sandboxes on this node cannot have links to others")
         if spec.volumes and not backend.capabilities.volumes:
             raise UnsupportedError(f"{spec.substrate} sandboxes on this node cannot have volumes")

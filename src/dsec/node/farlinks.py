@@ -50,8 +50,10 @@ class FarConnection:
         return data.payload
 
     async def send(self, data: bytes) -> None:
-        await self._stream.send(data_frame(Channel.IN, self._sent, 0, data))
-        self._sent += len(data)
+        for start in range(0, len(data), LINK_CHUNK_BYTES):
+            piece = data[start : start + LINK_CHUNK_BYTES]
+            await self._stream.send(data_frame(Channel.IN, self._sent, 0, piece))
+            self._sent += len(piece)
 
     async def end(self) -> None:
         await self._stream.send(Frame(FrameType.END, 0, pack(Done())))

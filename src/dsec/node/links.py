@@ -7,18 +7,17 @@ The sandbox has no other network. What comes out of either side is bytes for the
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dsec.core import limits
-from dsec.core.errors import DsecError, LaunchError, NotFoundError, UnavailableError
+from dsec.core.errors import DsecError, FileError, LaunchError, NotFoundError, UnavailableError
 from dsec.core.spec import Link, link_addresses
 from dsec.core.states import SandboxState
 from dsec.node.farlinks import FarConnection, InPieces
+from dsec.node.linkdoors import AgentDoor, Arrived, Door, SocketDoor, name_inside
 from dsec.node.streams import relay
 from dsec.observe.logs import get_logger
 from dsec.wire import agent
@@ -38,7 +37,6 @@ log = get_logger(__name__)
 _RETRY_S: Final = 5.0
 _ACCEPT_AGAIN_S: Final = 1.0
 _CONNECT_S: Final = 30.0  # to a port inside: one that drops what comes must not hold a place for ever
-_RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: closing says that it was refused, and not that all was sent
 
 
 class NodeLinks:
@@ -65,9 +63,10 @@ class NodeLinks:
             for link in sandbox.row.spec.links:
                 try:
                     await work.listen(link)
-                except OSError as error:
+                except (OSError, FileError) as error:
+                    why = error.strerror if isinstance(error, OSError) else error.message
                     raise LaunchError(
-                        f"the link to {link.name}:{link.port} cannot be made: {error.strerror}",
+                        f"the link to {link.name}:{link.port} cannot be made: {why}",
                         step="links",
                         sandbox=sandbox.id,
                         hint="does the sandbox itself listen on that port?",
@@ -156,18 +155,26 @@ class _Listening:
         self._sandbox = sandbox
         self._instance = instance
         self._addresses = link_addresses(sandbox.row.spec)
-        self._sockets: dict[Link, socket.socket] = {}
+        self._doors: dict[Link, Door] = {}
         self._room = asyncio.Semaphore(limits.LINK_CONNECTIONS_MAX)
 
-    async def listen(self, link: Link) -> socket.socket:
-        found = await self._instance.listen(self._addresses[link.name], link.port)
-        self._sockets[link] = found
-        return found
+    async def listen(self, link: Link) -> Door:
+        address = self._addresses[link.name]
+        door: Door
+        if self._sandbox.backend.capabilities.links:
+            door = SocketDoor(await self._instance.listen(address, link.port))
+        else:
+            door = AgentDoor(self._sandbox, address, link.port)
+            client = await door.open()
+            if link == self._sandbox.row.spec.links[0]:
+                await name_inside(client, self._addresses)
+        self._doors[link] = door
+        return door
 
     def close(self) -> None:
-        for found in self._sockets.values():
+        for found in self._doors.values():
             found.close()
-        self._sockets.clear()
+        self._doors.clear()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -175,25 +182,28 @@ class _Listening:
                 group.create_task(self._serve(link, group))
 
     async def _serve(self, link: Link, group: asyncio.TaskGroup) -> None:
-        listening = self._sockets.get(link)
-        while listening is None:
+        door = self._doors.get(link)
+        while door is None:
             try:
-                listening = await self.listen(link)
+                door = await self.listen(link)
             except (OSError, DsecError) as error:
-                if self._sandbox.ended or self._sandbox.instance is not self._instance:
+                if self._is_over():
                     return
                 log.warning("a link is tried again", sandbox=self._sandbox.id, port=link.port, error=str(error))
                 await self._links.retry()
-        loop = asyncio.get_running_loop()
         while True:
             # What has no room waits in the kernel, which bounds it.
             await self._room.acquire()
             try:
-                connection, _ = await loop.sock_accept(listening)
-            except OSError as error:
+                connection = await door.accept()
+            except (OSError, DsecError) as error:
                 self._room.release()
-                log.warning("a link does not accept", sandbox=self._sandbox.id, error=str(error))
-                await asyncio.sleep(_ACCEPT_AGAIN_S)  # of descriptors there are too few, say
+                if self._is_over():
+                    return
+                # Of descriptors there are too few, say; or a machine sleeps on the disk until it is resumed.
+                if self._sandbox.state is SandboxState.RUNNING:
+                    log.warning("a link does not accept", sandbox=self._sandbox.id, error=str(error))
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
             except BaseException:
                 self._room.release()
@@ -202,13 +212,12 @@ class _Listening:
             # Also of one that is cancelled before it has begun.
             relay.add_done_callback(partial(_closed, connection))
 
-    async def _relay(self, link: Link, connection: socket.socket) -> None:
+    def _is_over(self) -> bool:
+        return self._sandbox.ended or self._sandbox.instance is not self._instance
+
+    async def _relay(self, link: Link, connection: Arrived) -> None:
         try:
-            with connection, suppress(OSError, DsecError, TimeoutError):
-                connection.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, _RESET
-                )  # until it is known that all was sent
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with closing(connection), suppress(OSError, DsecError, TimeoutError):
                 target = self._links.target(self._sandbox, link.name)
                 if target is None:
                     await self._relay_far(link, connection)
@@ -216,11 +225,11 @@ class _Listening:
                     await self._relay_here(target, link, connection)
                 else:
                     return
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
+                connection.whole()
         finally:
             self._room.release()
 
-    async def _relay_here(self, target: Supervisor, link: Link, connection: socket.socket) -> None:
+    async def _relay_here(self, target: Supervisor, link: Link, connection: Arrived) -> None:
         async with target.operating(short=False) as client:
             async with asyncio.timeout(_CONNECT_S):
                 inside = await client.open_connection(agent.ConnectArgs(port=link.port))
@@ -231,7 +240,7 @@ class _Listening:
 
                 await _pump(connection, inside, end)
 
-    async def _relay_far(self, link: Link, connection: socket.socket) -> None:
+    async def _relay_far(self, link: Link, connection: Arrived) -> None:
         """Raises DsecError."""
         row, far = self._sandbox.row, self._links.far
         if far is None or row.spec.job is None or row.spec.job_id is None or row.spec.member is None:
@@ -252,23 +261,22 @@ class _Listening:
             await _pump(connection, there, there.end)
 
 
-def _closed(connection: socket.socket, _: asyncio.Task[None]) -> None:
+def _closed(connection: Arrived, _: asyncio.Task[None]) -> None:
     connection.close()
 
 
-async def _pump(connection: socket.socket, inside: _Bytes, end: Callable[[], Awaitable[None]]) -> None:
+async def _pump(connection: Arrived, inside: _Bytes, end: Callable[[], Awaitable[None]]) -> None:
     """Until both sides have ended. Raises what ends one of them before; the other is cut then."""
-    loop = asyncio.get_running_loop()
 
     async def up() -> None:
-        while data := await loop.sock_recv(connection, limits.LINK_CHUNK_BYTES):
+        while data := await connection.receive():
             await inside.send(data)
         await end()
 
     async def down() -> None:
         while (piece := await inside.receive()) is not None:
-            await loop.sock_sendall(connection, piece)
-        connection.shutdown(socket.SHUT_WR)
+            await connection.send(piece)
+        await connection.end()
 
     await _both(up, down)
 

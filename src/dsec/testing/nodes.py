@@ -202,10 +202,11 @@ def make_fake_node(
     sleep: Sleep = asyncio.sleep,
     environments: FakeEnvironments | None = None,
     boot_id: str = "boot",
+    links_by_agent: bool = False,
     **changes: Any,
 ) -> Node:
     """Not started. Another one with the same `state` and `host` is the node after a restart."""
-    backend = FakeBackend(host)
+    backend = FakeBackend(host, links_by_agent=links_by_agent)
     return Node(
         fake_config(state, **changes),
         make_backends=lambda _: {Substrate.FAKE: backend},

@@ -42,6 +42,8 @@ class Op(enum.StrEnum):
     EXTRACT = "extract"
     WATCH = "watch"
     CONNECT = "connect"
+    LISTEN = "listen"
+    ACCEPT = "accept"
     USAGE = "usage"
     CLOCK = "clock"
     RESEED = "reseed"
@@ -369,6 +371,13 @@ class ConnectArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     host: str = "localhost"
     port: int | None = None
     path: bytes | None = None
+
+
+class ListenArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Of `listen` and of `accept`: an address of the loopback, and a port."""
+
+    host: str
+    port: int
 
 
 class UsageReply(msgspec.Struct, frozen=True, kw_only=True):

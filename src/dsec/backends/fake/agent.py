@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
@@ -12,6 +13,7 @@ from dsec.backends.fake.connection import AgentConnection, ServerStream
 from dsec.backends.fake.execs import FakeExec, World
 from dsec.backends.fake.failures import AgentFailure
 from dsec.backends.fake.files import FileTree
+from dsec.backends.fake.ports import Ports
 from dsec.backends.fake.starts import FakeSession, prepare_exec, prepare_session
 from dsec.backends.fake.transfers import connect_echo, extract_tar, read_file, send_archive, watch_tree, write_file
 from dsec.backends.fake.users import find_account, find_group, user_of
@@ -53,6 +55,8 @@ class Sandbox(World, Protocol):
 
     def wall_ns(self) -> int: ...
 
+    def listen(self, address: str, port: int) -> socket.socket: ...
+
     def first_files(self, now_ns: Callable[[], int]) -> FileTree: ...
 
     @property
@@ -76,6 +80,7 @@ class FakeAgent:
         self.execs: dict[str, FakeExec] = {}
         self.sessions: dict[str, FakeSession] = {}
         self.paused_s = 0.0
+        self._ports = Ports(sandbox.listen)
         self._connection: AgentConnection | None = None
         self._connections: set[AgentConnection] = set()
         self._watches = 0
@@ -93,12 +98,14 @@ class FakeAgent:
         if old is not None and old is not connection:
             for exec in self.execs.values():
                 exec.reader = None
+            self._ports.close()
             old.abort()
 
     def lost(self, connection: AgentConnection) -> None:
         self._connections.discard(connection)
         if connection is self._connection:
             self._connection = None
+            self._ports.close()
             for exec in self.execs.values():
                 exec.reader = None
 
@@ -115,7 +122,7 @@ class FakeAgent:
             connection.resume()
 
     def hello(self) -> agent.HelloReply:
-        return agent.HelloReply(agent.GENERATION_MAX, VERSION, self.boot_id, self._states())
+        return agent.HelloReply(agent.GENERATION_MAX, VERSION, self.boot_id, self._states(), ["listen"])
 
     def request(self, stream: ServerStream, op: str, args: Any) -> None:
         try:
@@ -329,6 +336,12 @@ class FakeAgent:
     def connect(self, stream: ServerStream, args: agent.ConnectArgs) -> None:
         connect_echo(stream, self.files, args)
 
+    def listen(self, stream: ServerStream, args: agent.ListenArgs) -> None:
+        self._ports.listen(stream, args)
+
+    def accept(self, stream: ServerStream, args: agent.ListenArgs) -> None:
+        self._ports.accept(stream, args)
+
     def usage(self, stream: ServerStream, args: Nothing) -> None:
         live = sum(exec.end is None for exec in self.execs.values())
         reply = agent.UsageReply(
@@ -453,6 +466,8 @@ _ARGS: Final[dict[Op, type[Any]]] = {
     Op.EXTRACT: agent.ExtractArgs,
     Op.WATCH: agent.WatchArgs,
     Op.CONNECT: agent.ConnectArgs,
+    Op.LISTEN: agent.ListenArgs,
+    Op.ACCEPT: agent.ListenArgs,
     Op.USAGE: Nothing,
     Op.CLOCK: agent.ClockArgs,
     Op.RESEED: agent.ReseedArgs,
@@ -487,6 +502,8 @@ _HANDLERS: Final[dict[str, Callable[[FakeAgent, ServerStream, Any], None]]] = {
     Op.EXTRACT: FakeAgent.extract,
     Op.WATCH: FakeAgent.watch,
     Op.CONNECT: FakeAgent.connect,
+    Op.LISTEN: FakeAgent.listen,
+    Op.ACCEPT: FakeAgent.accept,
     Op.USAGE: FakeAgent.usage,
     Op.CLOCK: FakeAgent.clock,
     Op.RESEED: FakeAgent.reseed,

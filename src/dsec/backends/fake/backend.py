@@ -31,7 +31,7 @@ class FakeRecord(msgspec.Struct, frozen=True):
 class FakeBackend:
     """Implements `Backend` on a FakeHost; several in turn may work on one host, as nodes that restart do."""
 
-    def __init__(self, host: FakeHost | None = None, *, pause: bool = True) -> None:
+    def __init__(self, host: FakeHost | None = None, *, pause: bool = True, links_by_agent: bool = False) -> None:
         self.host = host or FakeHost()
         self._capabilities = Capabilities(
             substrate=Substrate.FAKE,
@@ -41,7 +41,8 @@ class FakeBackend:
             fork=Keeps.DISK if pause else Keeps.NOTHING,
             survives_node=True,
             warm=True,
-            links=True,
+            links=not links_by_agent,
+            links_by_agent=links_by_agent,
             disk_limit="imagined",
         )
 

@@ -214,6 +214,10 @@ class ServerStream:
         if last:
             self._leave()
 
+    def over(self) -> None:
+        """Both sides have ended."""
+        self._leave()
+
     def data(self, channel: int, offset: int, sequence: int, payload: bytes | memoryview) -> None:
         """Within the credit: callers look at `credit` first."""
         self._credit -= len(payload)

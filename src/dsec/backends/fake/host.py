@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -10,6 +12,7 @@ from dsec.backends.fake.files import FileTree
 from dsec.backends.fake.sandbox import FakeSandbox
 from dsec.backends.forwarding import Rules
 from dsec.core.clock import Clock, SystemClock
+from dsec.core.faults import fault_point
 from dsec.core.ids import SandboxId
 from dsec.wire.egress import EgressCounts, EgressDenied
 
@@ -57,6 +60,16 @@ class FakeHost:
         """Tells an instance from an earlier one of the same id."""
         self._serial += 1
         return self._serial
+
+    def listen(self, id: SandboxId, address: str, port: int) -> socket.socket:
+        """On a port of the host; `listening` says on which."""
+        fault_point("fake.listen")
+        if (id, port) in self.ports_taken:
+            raise OSError(errno.EADDRINUSE, "address in use")
+        found = socket.create_server(("127.0.0.1", 0))
+        found.setblocking(False)
+        self.listening[id, address, port] = found.getsockname()[1]
+        return found
 
     async def delay(self, step: str) -> None:
         if self._delay_s is not None and (delay_s := self._delay_s(step)) > 0:

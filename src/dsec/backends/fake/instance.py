@@ -74,13 +74,7 @@ class FakeInstance:
         """On a port of the host; `FakeHost.listening` says on which."""
         if self._sandbox.ended is not None:
             raise OSError(errno.ESRCH, "the instance has ended")
-        fault_point("fake.listen")
-        if (self.id, port) in self._host.ports_taken:
-            raise OSError(errno.EADDRINUSE, "address in use")
-        found = socket.create_server(("127.0.0.1", 0))
-        found.setblocking(False)
-        self._host.listening[self.id, address, port] = found.getsockname()[1]
-        return found
+        return self._host.listen(self.id, address, port)
 
     @property
     def network_place(self) -> NetworkPlace:

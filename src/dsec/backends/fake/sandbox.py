@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -53,6 +54,9 @@ class FakeSandbox:
         self._frozen_s = 0.0
         self._thawed: asyncio.Event | None = None
         self._orphans: set[asyncio.Task[int]] | None = None
+
+    def listen(self, address: str, port: int) -> socket.socket:
+        return self._host.listen(self.spec.id, address, port)
 
     # -- for the instance --------------------------------------------------------------------------
 

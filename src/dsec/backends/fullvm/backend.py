@@ -100,6 +100,7 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
             fork=Keeps.DISK_MEMORY,
             survives_node=True,
             own_machine=True,
+            links_by_agent=True,
             layers=False,
             screen=True,
             warm=True,

@@ -78,6 +78,7 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
             fork=Keeps.DISK_MEMORY,
             survives_node=True,
             own_machine=True,
+            links_by_agent=True,
             warm=True,
             memory_limit=True,
             cpu_limit=self._place.host.limits("cpu") is not None,
