@@ -89,6 +89,7 @@ async def test_who_gives_up_takes_no_connection_from_the_next(under_test: AgentU
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await client.accept(at)
+    await client.usage()  # the agent has heard of the last one, too
 
     _, writer, inside = await dialled(at, client)
     writer.write(b"x")
