@@ -6,6 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use dsec_sys::namespaces::{enter, open_process, NEW_NET};
 use dsec_sys::netlink::Netlink;
@@ -26,6 +27,8 @@ const FIRST_NETWORK: &str = "/proc/1/ns/net";
 const NO_PINGS: &str = "/proc/sys/net/ipv4/icmp_echo_ignore_all";
 const NO_PINGS_6: &str = "/proc/sys/net/ipv6/icmp/echo_ignore_all";
 const NO_IPV6: &str = "/proc/sys/net/ipv6/conf/lo/disable_ipv6";
+
+static SAID: AtomicBool = AtomicBool::new(false);
 
 pub struct Found {
     /// Readable when it has ended.
@@ -163,7 +166,10 @@ fn set_up() -> Result<(Family, Option<Family>)> {
     match v6 {
         Ok(v6) => Ok((v4, Some(v6))),
         Err(error) => {
-            eprintln!("dsec-egress: a network without IPv6: {error}");
+            // Once: it is the same for all.
+            if !SAID.swap(true, Ordering::Relaxed) {
+                eprintln!("dsec-egress: networks without IPv6: {error}");
+            }
             Ok((v4, None))
         }
     }
