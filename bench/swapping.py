@@ -149,8 +149,8 @@ def show(found: Mapping[str, Mapping[str, Any]]) -> None:
     for name, row in found.items():
         resident, charged = row["resident_mib"], row["charged_mib"]
         print(
-            f"{name:<10} {resident[0]} MiB of its own, {resident[1]} in swap: {row['resident_given_back']:.1%} given "
-            f"back; {charged[0]} MiB counted, {charged[1]} then: {row['charge_given_back']:.1%}"
+            f"{name:<10} {resident[0]} MiB of its own in memory, then {resident[1]}: {row['resident_given_back']:.1%} "
+            f"given back; {charged[0]} MiB counted, then {charged[1]}: {row['charge_given_back']:.1%}"
         )
         print(
             f"{'':<10} a command that needs a tenth of it: {statistics.median(row['swapped_ms'])} ms, only paused "
