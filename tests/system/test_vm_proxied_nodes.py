@@ -40,7 +40,8 @@ async def test_killed_nodes_attach_what_runs_again_and_what_sleeps_when_it_wakes
                 await asleep.set_egress([f"{OTHER}:80"])
 
                 place.kill_node()
-                os.kill(forwarder_of(place), signal.SIGKILL)
+                for pid in forwarder_of(place):
+                    os.kill(pid, signal.SIGKILL)
                 place.start_process()
                 await place.ready(client)
 
@@ -65,7 +66,9 @@ async def create(client: AsyncClient) -> AsyncSandbox:
     )
 
 
-def forwarder_of(place: Place) -> int:
+def forwarder_of(place: Place) -> list[int]:
+    """Both of its processes."""
     mark = b"dsec-egress\0--run\0" + os.fsencode(place.run) + b"\0"
-    (pid,) = [pid for pid in all_processes() if mark in command_line(pid)]
-    return pid
+    found = [pid for pid in all_processes() if mark in command_line(pid)]
+    assert found
+    return found
