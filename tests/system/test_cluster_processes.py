@@ -418,6 +418,7 @@ async def test_a_lost_node_comes_back_with_its_sandboxes_and_without_their_names
         assert status == 201
         if old["node"] == victim:
             break
+    assert len(await events_of(cluster, old["id"], 2)) == 2  # it has told them
     stopped = cluster.processes["node1"]
     stopped.send_signal(signal.SIGSTOP)
     try:

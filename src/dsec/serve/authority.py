@@ -84,9 +84,7 @@ class AuthorityDirectory:
     def issue_node(self, into: Path, node: NodeId | None = None, *, days: int = ISSUED_DAYS) -> NodeId:
         """A new node, or further certificates for one that there is."""
         node = node or new_node_id()
-        credentials = self._issue(into, node_name(node), node, self._layout.node_rights(node), serves=True, days=days)
-        until = int(credentials.expires_at or 0)
-        _add_line(self.directory / _ISSUED, f"{node} {credentials.key.public} {until}")
+        self._issue(into, node_name(node), node, self._layout.node_rights(node), serves=True, days=days)
         write_private(into / identity.NODE, node.encode() + b"\n")
         return node
 
@@ -158,11 +156,13 @@ class AuthorityDirectory:
         """For NATS alone."""
         return user_credentials(self._account, who, rights)
 
-    def _issue(self, into: Path, name: str, who: str, rights: Rights, *, serves: bool, days: int) -> Credentials:
+    def _issue(self, into: Path, name: str, who: str, rights: Rights, *, serves: bool, days: int) -> None:
         _make(into)
         issued = self._authority.issue([name], now=_now(), serves=serves, asks=True, days=days)
         until = _now().timestamp() + days * 86_400
         credentials = user_credentials(self._account, who, rights, expires_at=until)
+        if serves:  # a node: before anybody has them, as they may have to be taken back
+            _add_line(self.directory / _ISSUED, f"{who} {credentials.key.public} {int(until)}")
         for file, content in (
             (identity.AUTHORITY, self._authority.certificate),
             (identity.UNIT, self._layout.unit.encode() + b"\n"),
@@ -171,7 +171,6 @@ class AuthorityDirectory:
             (identity.CREDENTIALS, credentials.text().encode()),
         ):
             write_private(into / file, content)
-        return credentials
 
 
 def _lines(path: Path) -> list[str]:
@@ -179,8 +178,11 @@ def _lines(path: Path) -> list[str]:
 
 
 def _add_line(path: Path, line: str) -> None:
-    """Beside others who do the same."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    """Beside others who do the same. Raises HostError."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise HostError(f"cannot write {path}: {error.strerror}", hint="it keeps what was issued there") from error
     try:
         os.write(descriptor, f"{line}\n".encode())
         os.fsync(descriptor)
