@@ -9,7 +9,7 @@ import pytest
 
 from dsec.backends.base import InstanceSpec, Layer
 from dsec.backends.container.config import ContainerConfig
-from dsec.backends.container.plan import FILTERS, HostFacts, lighten, plan_launch
+from dsec.backends.container.plan import FILTERS, HostFacts, lighten, plan_launch, shape_of
 from dsec.backends.container.record import parse_record, record_of
 from dsec.core.errors import InvalidArgumentError, StorageError, UnsupportedError
 from dsec.core.ids import NodeId, SandboxId
@@ -18,6 +18,7 @@ from dsec.density.cgroups import CgroupHost
 from dsec.security import syscalls
 from dsec.security.capabilities import mask
 from dsec.wire.codec import pack
+from dsec.wire.egress import NAMESERVER
 from dsec.wire.launch import MESSAGE_BYTES_MAX
 
 ID = SandboxId("sbx_aaaaaaaa_bbbbbbbbbbbbbbbb")
@@ -68,6 +69,18 @@ def test_files_in_memory_are_bounded_by_the_limit_asked_for_or_by_the_memory() -
     assert plan_launch(instance(), CONFIG, FACTS, id_base=0).upper_tmpfs_bytes is None
     assert plan_launch(instance(memory_bytes=1 << 30), in_memory, FACTS, id_base=0).upper_tmpfs_bytes == 1 << 30
     assert plan_launch(instance(disk_bytes=1 << 25), in_memory, FACTS, id_base=0).upper_tmpfs_bytes == 1 << 25
+
+
+def test_a_network_is_a_resolver_and_nothing_else_of_the_plan_so_that_a_spare_may_become_one() -> None:
+    none, proxied = (
+        plan_launch(instance(network=mode), CONFIG, FACTS, id_base=0)
+        for mode in (NetworkMode.NONE, NetworkMode.PROXIED)
+    )
+    resolvers = {file.path: file.content for file in proxied.etc_files}
+
+    assert resolvers["/etc/resolv.conf"] == f"nameserver {NAMESERVER}\n".encode()
+    assert {file.path: file.content for file in none.etc_files}["/etc/resolv.conf"] == b""
+    assert shape_of(none) == shape_of(proxied)
 
 
 def test_a_network_that_containers_do_not_have_is_refused() -> None:

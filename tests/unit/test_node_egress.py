@@ -199,6 +199,50 @@ async def test_rules_that_were_written_and_not_applied_are_by_the_next_process(m
     await eventually(lambda: machine.reached(id) == [])
 
 
+async def test_rules_do_not_give_way_to_those_of_an_attachment_that_was_under_way(tmp_path: Path) -> None:
+    held, gate = False, asyncio.Event()
+
+    async def sleep(duration_s: float) -> None:
+        await gate.wait()
+
+    host = FakeHost(sleep=sleep, delay_s=lambda step: 1.0 if held and step == "egress.attach" else 0.0)
+    machine = Machine(tmp_path, host)
+    await machine.start()
+    id = await machine.create(["a.example", "b.example"])
+    held = True
+    await machine.restarted()  # it is attached again, by the rules of now
+    await get(machine.client, id)
+
+    host.egress = noted = Noted(host.egress)
+
+    async def set_it() -> int:
+        await machine.set(id, [])
+        return len(noted.told)
+
+    setting = asyncio.create_task(set_it())
+    await eventually(lambda: [row.spec.egress for row in machine.client.node.journal.sandboxes()] == [()])
+    for _ in range(50):  # whoever would not wait for the attachment is through by now
+        await asyncio.sleep(0)
+    gate.set()
+    since = await setting
+    await eventually(lambda: not machine.client.node._services.egress._again)
+    assert noted.told[since - 1] == ()
+    assert set(noted.told[since:]) <= {()}
+    await machine.client.node.close()
+
+
+class Noted(dict[str, Any]):
+    """Of which rules it was told, in order."""
+
+    def __init__(self, known: dict[str, Any]) -> None:
+        super().__init__(known)
+        self.told: list[Any] = []
+
+    def __setitem__(self, id: str, rules: Any) -> None:
+        self.told.append(rules)
+        super().__setitem__(id, rules)
+
+
 async def test_what_nobody_knows_any_more_is_detached_at_the_start(machine: Machine) -> None:
     id = await machine.create()
     machine.host.egress["sbx_of_before"] = None

@@ -186,3 +186,31 @@ def test_the_log_of_a_detached_service_is_bounded_and_takes_what_python_writes(t
     assert len(new) + len(old) <= 20_100
     assert new.endswith(b"0999\na crash\n")
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_sandboxes_with_a_network_reach_besides_is_set_and_checked(tmp_path: Path) -> None:
+    text = '[node.egress]\nprivate = ["10.1.0.0/16", "fd00::/8"]\nresolvers = ["9.9.9.9:5353", "[fd00::2]:53", "::1"]'
+    config = load_config({}, BASE, file=written(tmp_path, text))
+
+    egress = config.node.config(state_dir=Path("/s"), run_dir=Path("/r")).egress
+    assert egress.private == ("10.1.0.0/16", "fd00::/8")
+    assert egress.offered
+    assert config.containers()["proxied"] is True
+    off = load_config({}, BASE, file=written(tmp_path, "[node.egress]\noffered = false"))
+    assert off.containers()["proxied"] is False
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'private = ["10.1.2.3/8"]',
+        'private = ["db.example"]',
+        'resolvers = ["dns.example"]',
+        'resolvers = ["9.9.9.9:0"]',
+        'resolvers = ["[fd00::2]"]',
+        'resolvers = ["1.1.1.1", "1.1.1.2", "1.1.1.3", "1.1.1.4", "1.1.1.5"]',
+    ],
+)
+def test_what_is_no_network_or_resolver_of_egress_is_refused(tmp_path: Path, line: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="egress"):
+        load_config({}, BASE, file=written(tmp_path, f"[node.egress]\n{line}"))

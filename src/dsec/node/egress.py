@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from dsec.core.clock import Clock
     from dsec.node.journal import Journal
     from dsec.node.registry import Registry
-    from dsec.node.rows import SandboxRow
     from dsec.node.services import Sleep
     from dsec.node.supervisor import Supervisor
     from dsec.node.tasks import Tasks
@@ -38,6 +37,7 @@ log = get_logger(__name__)
 
 _RETRY_S: Final = 0.5
 _RETRY_S_MAX: Final = 30.0
+_AGAIN_S: Final = 10.0  # to wait for an attachment that is under way
 _COUNTS_S: Final = 0.25  # an answer of all is good for so long
 
 
@@ -181,6 +181,11 @@ class NodeEgress:
 
     async def _apply(self, sandbox: Supervisor) -> None:
         assert self._forwarder is not None
+        again = self._again.get(sandbox.id)
+        if again is not None:  # it may be on its way with the rules of before
+            await asyncio.wait([again], timeout=_AGAIN_S)
+            if not again.done():
+                raise UnavailableError("its network is still being attached")
         try:
             await self._forwarder.rules(sandbox.id, _rules_of(sandbox))
         except BaseException:
@@ -191,12 +196,12 @@ class NodeEgress:
     async def _until_attached(self, sandbox: Supervisor) -> None:
         retry_s = _RETRY_S
         while not sandbox.ended and not _is_asleep(sandbox):
-            before = sandbox.row
+            before = sandbox.row.spec.egress, sandbox.instance
             try:
                 await self._attach(sandbox)
-                if _egress_of(before) == _egress_of(sandbox.row):
+                if before == (sandbox.row.spec.egress, sandbox.instance):
                     return
-                continue  # others came meanwhile, and were refused: it was not attached
+                continue  # there are other rules meanwhile, or it was rolled back
             except DsecError as error:
                 metrics.EGRESS_ATTACH_FAILURES.inc()
                 log.warning("a sandbox could not be attached to its network", sandbox=sandbox.id, error=str(error))
@@ -228,10 +233,6 @@ def _is_proxied(sandbox: Supervisor) -> bool:
 def _is_asleep(sandbox: Supervisor) -> bool:
     """No process of it runs."""
     return isinstance(sandbox.instance, Sleeps) and sandbox.instance.asleep
-
-
-def _egress_of(row: SandboxRow) -> tuple[str, ...] | None:
-    return row.spec.egress
 
 
 def _rules_of(sandbox: Supervisor) -> Rules:

@@ -21,6 +21,7 @@ class FakeForwarder:
 
     async def attach(self, sandbox: str, pid: int, start_ticks: int, rules: Rules) -> AttachAnswer:
         self._fail("attach")
+        await self._host.delay("egress.attach")
         fresh = sandbox not in self._host.egress
         self._host.egress[sandbox] = rules
         return AttachAnswer(fresh=fresh, ipv6=False)
