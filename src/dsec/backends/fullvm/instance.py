@@ -9,7 +9,7 @@ from pathlib import Path
 from dsec.backends.fullvm.absent import connect_absent
 from dsec.backends.fullvm.record import FullvmRecord
 from dsec.backends.fullvm.screen import MachineScreen
-from dsec.backends.vm.instance import MachineInstance, Remover
+from dsec.backends.vm.instance import AGENT_S, MachineInstance, Remover
 from dsec.backends.vm.monitor import MonitorProcess
 from dsec.core.errors import SandboxFaultError
 from dsec.core.machines import Agent
@@ -23,9 +23,11 @@ class FullvmInstance(MachineInstance[FullvmRecord]):
         self.screen = MachineScreen(self.control, Path(record.sockets), owner=record.uid, sandbox=record.sandbox)
         self._absent: asyncio.Transport | None = None
 
-    async def connect(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
+    async def connect(
+        self, factory: Callable[[], asyncio.Protocol], *, timeout_s: float = AGENT_S
+    ) -> asyncio.Transport:
         if self.facts.agent is Agent.DSEC:
-            return await super().connect(factory)
+            return await super().connect(factory, timeout_s=timeout_s)
         process = self._process
         if process is None or process.ended.done():
             raise SandboxFaultError(f"the machine of {self.id} has ended", sandbox=self.id)

@@ -39,7 +39,7 @@ from dsec.wire.codec import pack
 from dsec.wire.jail import JailBind
 
 _MEMORY_BYTES_MIN: Final = 96 * MIB  # a kernel, an agent, and something to run
-_AGENT_S: Final = 30.0
+_AGENT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Collection
+from functools import partial
 from typing import Any, Final, Protocol
 
 from dsec.agent.client import AgentClient
@@ -50,7 +51,9 @@ async def awaken(
     clones have been one machine. One that was saved serves another sandbox from here on. Raises LaunchError."""
     serves = instance.id if saved is None else saved.manifest.sandbox
     try:
-        client = await AgentClient.connect(made.connect, sandbox=serves, open_timeout_s=wait_s)
+        # Many that begin at once share few processors, and none of them is dead for that.
+        connect = partial(made.connect, timeout_s=wait_s)
+        client = await AgentClient.connect(connect, sandbox=serves, open_timeout_s=wait_s)
     except DsecError as error:
         raise LaunchError(f"the agent of a clone does not answer: {error.message}", step="agent") from error
     try:

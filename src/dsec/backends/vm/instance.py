@@ -34,7 +34,7 @@ from dsec.density.use import CgroupUse
 
 _MONITOR_S: Final = 10.0
 _SAVE_S: Final = 600.0  # to the disk; it stands still meanwhile, as was wanted
-_AGENT_S: Final = 10.0
+AGENT_S: Final = 10.0
 
 R = TypeVar("R", bound=MachineRecord)
 R_contra = TypeVar("R_contra", bound=MachineRecord, contravariant=True)
@@ -145,9 +145,11 @@ class MachineInstance(Generic[R]):
         if self._process is process and not self._ended.done():
             self._ended.set_result(None)
 
-    async def connect(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
+    async def connect(
+        self, factory: Callable[[], asyncio.Protocol], *, timeout_s: float = AGENT_S
+    ) -> asyncio.Transport:
         try:
-            return await self._machine.connect(factory, timeout_s=_AGENT_S)
+            return await self._machine.connect(factory, timeout_s=timeout_s)
         except MonitorError as error:
             raise SandboxFaultError(f"the agent of {self.id} cannot be reached: {error}", sandbox=self.id) from error
 
