@@ -21,14 +21,21 @@ from dsec.cluster.directory import Address
 from dsec.cluster.engine import desk
 from dsec.cluster.engine.buckets import EngineRegistry
 from dsec.cluster.engine.connection import Engine
-from dsec.cluster.engine.desk import NodeDesk
+from dsec.cluster.engine.desk import NodeDesk, places_for
 from dsec.cluster.engine.layout import Rights
 from dsec.cluster.engine.log import EngineLog
 from dsec.cluster.engine.own import OwnKeys, OwnLog, ask, places_of
 from dsec.cluster.engine.setup import prepare
 from dsec.cluster.log import LogStream, node_subject, verdict_subject
 from dsec.cluster.registry import Bucket, key_of
-from dsec.core.errors import ConflictError, DsecError, ForbiddenError, InvalidArgumentError, NodeRetiredError
+from dsec.core.errors import (
+    ConflictError,
+    DsecError,
+    ForbiddenError,
+    InvalidArgumentError,
+    NodeRetiredError,
+    UnavailableError,
+)
 from dsec.core.ids import NodeId
 from dsec.core.limits import DESK_ASKED_MAX
 from dsec.testing.nats_servers import NatsServers, nats_server, nats_servers
@@ -392,6 +399,14 @@ async def test_a_node_is_told_of_groups_that_it_has_members_of_and_of_its_own_li
         with pytest.raises((ForbiddenError, InvalidArgumentError)):
             await places_of(engine, MINE, asked)
     assert await cluster.picture() == before
+
+    def address(node: NodeId) -> Address:
+        raise UnavailableError(f"node {node} is away", detail={"node_state": "away" if node == MINE else "lost"})
+
+    known = places_for(MINE, note, address)
+    assert known is not None
+    assert (known.nodes, known.addresses) == ({"web": MINE}, {})
+    assert places_for(OTHER, note, address) is None
 
     cluster.retired.add(MINE)
     with pytest.raises(NodeRetiredError):

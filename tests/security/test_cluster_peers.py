@@ -201,6 +201,30 @@ async def test_a_node_that_is_none_of_the_cluster_any_more_is_refused_when_what_
                 await ask(rpc, second.id, pack(dial()))
 
 
+async def test_what_is_connected_is_cut_when_its_node_is_none_of_the_cluster_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec.cluster.peers._LOOK_S", 0.05)
+    clock = ManualClock()
+    async with far_nodes(tmp_path, clock=clock) as far:
+        far.note(nodes={"web": 0, "db": 1}, across={"web": [(DB.name, DB.port)]})
+        first, second = far.nodes
+        await second.create("db")
+        async with rpc_of(far) as rpc:
+            stream = await ask(rpc, second.id, pack(dial()))
+            far.peered.away = True
+            await clock.advance(limits.GROUP_STALE_S + 1)
+            assert await echoes(stream)
+            far.peered.away = False
+            del far.peered.places.known[first.id]
+            await clock.advance(limits.GROUP_STALE_S + 1)
+
+            with pytest.raises(ForbiddenError):
+                async with asyncio.timeout(60):
+                    await stream.recv()
+            await stream.close()
+
+
 async def test_what_was_told_is_not_good_for_ever(tmp_path: Path) -> None:
     clock = ManualClock()
     async with far_nodes(tmp_path, clock=clock) as far:

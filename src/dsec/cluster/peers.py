@@ -25,6 +25,7 @@ from dsec.wire.peers import PEER_LINK, LinkDial
 log = get_logger(__name__)
 
 _NOBODY: Final = Caller(principal="node", project="/")  # a peer looks at no caller
+_LOOK_S: Final = GROUP_FRESH_S  # between two looks whether what is connected may be yet
 _WARN_S: Final = 60.0  # apart, of one node
 
 
@@ -117,7 +118,25 @@ class PeerLinks:
         except (ForbiddenError, ProtocolError) as error:
             self._warn(peer, error)
             raise _not_allowed() from error
-        await self._here.answer(dial, stream)
+        answering = asyncio.ensure_future(self._here.answer(dial, stream))
+        try:
+            while not answering.done():
+                await asyncio.wait({answering}, timeout=_LOOK_S)
+                if not answering.done() and not await self._still_may(peer, dial):
+                    raise _not_allowed()
+            answering.result()
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+
+    async def _still_may(self, peer: NodeId, dial: LinkDial) -> bool:
+        """What is connected outlives replicas that are away, and not that the node is none of the cluster any more."""
+        try:
+            return self._may(peer, dial, await self._rosters.of(_group_of(dial)))
+        except UnavailableError:
+            return True
+        except DsecError:
+            return False
 
     def _may(self, peer: NodeId, dial: LinkDial, places: GroupPlaces) -> bool:
         """The member that asks is on the node that asks, and has that link to a member that is here."""

@@ -7,7 +7,6 @@ write anywhere. Here an answer goes to the asker's own inbox or nowhere, and wha
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -21,6 +20,7 @@ from dsec.cluster.engine.connection import Engine
 from dsec.cluster.engine.intake import Intake
 from dsec.cluster.engine.log import EngineLog
 from dsec.cluster.log import LogStream, node_subject
+from dsec.cluster.members.nodes import NodeState
 from dsec.cluster.registry import Bucket, key_of
 from dsec.core.errors import (
     DsecError,
@@ -223,13 +223,19 @@ def places_for(node: NodeId, note: GroupNote, address: Callable[[NodeId], Addres
             links[source] = kept
     members = own | {name for source, targets in links.items() for name in (source, *(link[0] for link in targets))}
     addresses: dict[str, tuple[str, int, int]] = {}
+    there: set[str] = set()
     for place in {note.nodes[member] for member in members}:
-        with contextlib.suppress(DsecError):
+        try:
             host, port, term = address(NodeId(place))
-            addresses[place] = (host, port, term)
-    if node not in addresses:
+        except DsecError as error:
+            if error.detail.get("node_state") == NodeState.AWAY:
+                there.add(place)  # where it is this replica has not heard yet; it is a member all the same
+            continue
+        there.add(place)
+        addresses[place] = (host, port, term)
+    if node not in there:
         return None
-    nodes = {member: note.nodes[member] for member in members if note.nodes[member] in addresses}
+    nodes = {member: note.nodes[member] for member in members if note.nodes[member] in there}
     return GroupPlaces(nodes=nodes, links=links, addresses=addresses)
 
 
