@@ -23,6 +23,7 @@ from dsec.testing.nats_servers import NatsServers, nats_server
 from dsec.testing.networks import Networks, able, networks
 from dsec.testing.waiting import eventually
 from tests.system.container_place import ENVIRONMENT, Place, private_place
+from tests.system.test_cluster_containers import start as start_node
 from tests.system.test_container_links import CLIENT, SERVER, TALKED
 
 pytestmark = [
@@ -74,20 +75,8 @@ def places(net: Networks, small_store: Path) -> Iterator[dict[str, Place]]:
 
 async def start(name: str, place: Place, net: Networks, servers: NatsServers) -> str:
     """The id of the node, which is a member then."""
-    identity = place.directory / "id"
-    if not identity.exists():
-        servers.keys.issue_node(identity)
-    said = place.log.read_text().count('"event":"ready"') if place.log.exists() else 0
-    joins = [part for url in servers.urls for part in ("--join", url)]
-    process = place.start_process("node", *joins, "--identity", str(identity), "--listen", f"{net.address(name)}:0")
-
-    async def ready() -> bool:
-        text = place.log.read_text()
-        assert process.poll() is None, text[-2_000:]
-        return text.count('"event":"ready"') > said
-
-    await eventually(ready, deadline_s=120)
-    return (identity / "node").read_text().strip()
+    await start_node(place, servers, net.address(name))
+    return (place.directory / "id" / "node").read_text().strip()
 
 
 @pytest.fixture

@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Groups: sandboxes that reach each other by name.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the group.", show_default=False)]
+File = Annotated[Path | None, typer.Argument(metavar="FILE", help="A compose file; compose.yaml here without.")]
+FileOption = Annotated[Path | None, typer.Option("--file", "-f", metavar="FILE", help="The same, as others have it.")]
+Named = Annotated[
+    str | None, typer.Option("--name", "-n", metavar="NAME", help="Default: the file's, or its directory's.")
+]
+Profiles = Annotated[
+    list[str] | None, typer.Option("--profile", metavar="NAME", help="Services of it, too. May be repeated.")
+]
 _FILES = ("compose.yaml", "compose.yml", "docker-compose.yaml", "docker-compose.yml")
 
 
 def up(
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="A compose file; compose.yaml here without.")
-    ] = None,
-    option: Annotated[
-        Path | None, typer.Option("--file", "-f", metavar="FILE", help="The same, as others have it.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", "-n", metavar="NAME", help="Default: the file's, or its directory's.")
-    ] = None,
-    profile: Annotated[
-        list[str] | None, typer.Option("--profile", metavar="NAME", help="Start services of it, too. May be repeated.")
-    ] = None,
+    file: File = None,
+    option: FileOption = None,
+    name: Named = None,
+    profile: Profiles = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For each service to start, and be ready.")] = 60.0,
     json: Json = False,
 ) -> None:
@@ -75,18 +75,10 @@ def _path(file: Path | None, option: Path | None) -> Path:
 
 
 def explain(
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="A compose file; compose.yaml here without.")
-    ] = None,
-    option: Annotated[
-        Path | None, typer.Option("--file", "-f", metavar="FILE", help="The same, as others have it.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", "-n", metavar="NAME", help="Default: the file's, or its directory's.")
-    ] = None,
-    profile: Annotated[
-        list[str] | None, typer.Option("--profile", metavar="NAME", help="Services of it, too. May be repeated.")
-    ] = None,
+    file: File = None,
+    option: FileOption = None,
+    name: Named = None,
+    profile: Profiles = None,
     json: Json = False,
 ) -> None:
     """Say what would become of `group up` now, and why. Nothing happens."""
