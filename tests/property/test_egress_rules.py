@@ -121,7 +121,7 @@ def test_no_text_means_more_than_it_says(text: str) -> None:
      "a.b:http", "[a.b]:80", "[::2", "[::2]80", "1.2.3", "0x7f.1", "a.0x1f", "2130706433", "010.1.1.1", "1.2.3.4/33",
      "1.2.3.0/255.255.255.0", "10.0.0.0/08", "*.1.2.3.4", "fe80::1%eth0", "::ffff:10.0.0.1", "127.0.0.1",
      "127.1.0.0/16", "::1", "0.0.0.0", "::", "224.0.0.1", "ff02::1", "localhost", "db.localhost", "bücher.example",
-     "a.b:\uff18", "\uff41.b"],
+     "a.b:\uff18", "\uff41.b", "a.3com", "*.9z", "1-2", ".".join("a" * 33), "*." + ".".join("a" * 33)],
 )  # fmt: skip
 def test_what_is_not_plainly_a_rule_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError):

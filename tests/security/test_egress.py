@@ -104,6 +104,27 @@ async def test_raw_packets_stay_in_the_sandbox(place: Site) -> None:
     assert set(place.internet.called) == {(WEB, 443)}
 
 
+async def test_urgent_bytes_end_their_connection(place: Site) -> None:
+    """They and what follows are never moved: to be told of them again and again is all there would be."""
+    await place.attach(rule("index.example"))
+    place.ask("index.example")
+    with place.sandbox.connect(WEB, 443) as link:
+        link.sendall(b"\1")
+        said = b""
+        while said != f"{WEB} \1".encode():
+            said += (part := link.recv(100))
+            assert part
+        link.send(b"!", socket.MSG_OOB)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            link.sendall(b"more")
+            everything_of(link)
+
+    async def is_closed() -> bool:
+        return (await place.egress.counts())[place.name].open == 0
+
+    await eventually(is_closed)
+
+
 async def test_with_every_right_in_its_network_there_is_no_other_way(place: Site) -> None:
     """Routes away from the forwarder lead nowhere: what it makes ends in it."""
     await place.attach()

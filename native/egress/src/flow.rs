@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::time::Instant;
 
 use dsec_sys::epoll::{Source, READ, WRITE};
-use dsec_sys::inet::{reset_on_close, splice};
+use dsec_sys::inet::{is_urgent, reset_on_close, splice};
 use dsec_sys::pipes::{new_pipe, Pipe};
 use dsec_sys::sockets::shutdown_write;
 
@@ -129,6 +129,8 @@ impl Way {
                 let came = splice(from, &pipe.write, PIPE_BYTES);
                 self.pipe = Some(pipe);
                 match came? {
+                    // What is urgent is not moved, and would be ready for ever.
+                    None if is_urgent(from)? => return Err(io::ErrorKind::Unsupported.into()),
                     None => break,
                     Some(0) => self.has_ended = true,
                     Some(count) => self.held = count,

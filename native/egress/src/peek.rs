@@ -17,11 +17,13 @@ pub enum Seen {
     Unreadable,
 }
 
+/// Records of TLS: what is no part of a handshake is passed over by some servers before one.
+const RECORDS: std::ops::RangeInclusive<u8> = 20..=24;
 const HANDSHAKE: u8 = 22;
 const CLIENT_HELLO: u8 = 1;
 const SERVER_NAME: u16 = 0;
 const RECORD_BYTES_MAX: usize = 16 << 10;
-/// Methods and versions are short: a first line that begins with a longer word is not of HTTP.
+/// A first line of HTTP is shorter.
 const LINE_BYTES_MAX: usize = 8 << 10;
 
 /// `address` is the one that the connection goes to: as a host in HTTP it names nobody.
@@ -29,6 +31,7 @@ pub fn look(bytes: &[u8], address: IpAddr) -> Seen {
     match bytes.first() {
         None => Seen::More,
         Some(&HANDSHAKE) => hello(bytes),
+        Some(kind) if RECORDS.contains(kind) => Seen::Unreadable,
         Some(_) => request(bytes, address),
     }
 }
@@ -154,29 +157,18 @@ fn request(bytes: &[u8], address: IpAddr) -> Seen {
     if bytes.is_empty() {
         return Seen::More;
     }
+    if !may_be_request(bytes) {
+        return Seen::Nobody;
+    }
     let Some(end) = bytes.iter().position(|byte| *byte == b'\n') else {
-        return match may_be_method(bytes) {
-            true if bytes.len() > LINE_BYTES_MAX => Seen::Unreadable,
-            true => Seen::More,
-            false => Seen::Nobody,
+        return match bytes.len() > LINE_BYTES_MAX {
+            true => Seen::Unreadable,
+            false => Seen::More,
         };
     };
     let line = trimmed(&bytes[..end]);
-    if !may_be_method(line) {
+    if !is_for_servers(line) {
         return Seen::Nobody;
-    }
-    // A line with that word in it is of HTTP for some server, whatever else is wrong.
-    if !line
-        .windows(5)
-        .any(|part| part.eq_ignore_ascii_case(b"HTTP/"))
-    {
-        // Also the oldest one, of which servers show their first host: `GET /`.
-        let is_old = line.starts_with(b"GET ") || line.starts_with(b"get ");
-        return if is_old {
-            Seen::Unreadable
-        } else {
-            Seen::Nobody
-        };
     }
     let Some(target) = target_of(line) else {
         return Seen::Unreadable;
@@ -200,21 +192,45 @@ fn request(bytes: &[u8], address: IpAddr) -> Seen {
     Seen::Names(names)
 }
 
-/// Begins with a word of letters as methods are, or with a part of one.
-fn may_be_method(line: &[u8]) -> bool {
-    let word = line
-        .iter()
-        .take_while(|byte| byte.is_ascii_alphabetic())
-        .count();
-    word > 0 && word <= 32 && line.get(word).map_or(true, |byte| *byte == b' ')
+/// Begins with a word of characters as methods have them, or with a part of one. How long it is, and whether something blank
+/// is before it, is nothing to some servers.
+fn may_be_request(bytes: &[u8]) -> bool {
+    let mut words = bytes.split(|byte| is_blank(*byte));
+    let word = words.find(|word| !word.is_empty()).unwrap_or_default();
+    word.iter().all(u8::is_ascii_graphic)
+}
+
+/// Whether some server takes it for a request, whatever else is wrong with it.
+fn is_for_servers(line: &[u8]) -> bool {
+    let has = |word: &[u8]| {
+        let mut parts = line.windows(word.len());
+        parts.any(|part| part.eq_ignore_ascii_case(word))
+    };
+    let mut words = line
+        .split(|byte| is_blank(*byte))
+        .filter(|word| !word.is_empty());
+    // Also the oldest version, which has no word for itself, and to which some answer with their first host.
+    let is_old = match (words.next(), words.next()) {
+        (None, _) => true,
+        (Some(method), None) => method.eq_ignore_ascii_case(b"get"),
+        (Some(method), Some(target)) => {
+            method.eq_ignore_ascii_case(b"get") || matches!(target[0], b'/' | b'*') || has(b"://")
+        }
+    };
+    is_old || [&b"HTTP/"[..], b"RTSP/", b"ICE/"].into_iter().any(has)
+}
+
+fn is_blank(byte: u8) -> bool {
+    matches!(byte, b' ' | b'\t' | 0x0b | 0x0c | b'\r' | b'\n')
 }
 
 /// Of `METHOD TARGET HTTP/1.x` with single blanks.
 fn target_of(line: &[u8]) -> Option<&str> {
     let line = std::str::from_utf8(line).ok()?;
     let mut words = line.split(' ');
-    let (_, target, version) = (words.next()?, words.next()?, words.next()?);
+    let (method, target, version) = (words.next()?, words.next()?, words.next()?);
     let good = words.next().is_none()
+        && method.bytes().all(|byte| byte.is_ascii_graphic())
         && matches!(version, "HTTP/1.1" | "HTTP/1.0")
         && !target.is_empty()
         && target.bytes().all(|byte| byte.is_ascii_graphic());

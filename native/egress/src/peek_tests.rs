@@ -110,6 +110,21 @@ fn a_hello_that_could_be_read_in_two_ways_is_unreadable() {
 }
 
 #[test]
+fn what_comes_before_a_hello_is_not_passed_over() {
+    let hello = records(&message(&[server_name(&[(0, b"b.org")])]), 4096);
+    for before in [
+        &[21, 3, 1, 0, 2, 1, 112][..],
+        &[20, 3, 3, 0, 1, 1],
+        &[23, 3, 3, 0, 0],
+        &[24, 3, 3, 0, 0],
+        &[22, 3, 1, 0, 0],
+    ] {
+        assert_eq!(see(&[before, &hello].concat()), Seen::Unreadable);
+        assert_eq!(see(before), Seen::Unreadable);
+    }
+}
+
+#[test]
 fn a_request_names_its_host() {
     let cases: &[(&[u8], Seen)] = &[
         (
@@ -131,6 +146,14 @@ fn a_request_names_its_host() {
         (
             b"CONNECT b.org:443 HTTP/1.1\r\nHost: a.org\r\n\r\n",
             names(&["a.org", "b.org"]),
+        ),
+        (
+            b"M-SEARCH / HTTP/1.1\r\nHost: b.org\r\n\r\n",
+            names(&["b.org"]),
+        ),
+        (
+            b"G3T_x / HTTP/1.1\r\nHost: b.org\r\n\r\n",
+            names(&["b.org"]),
         ),
         (b"GET / HTTP/1.0\r\n\r\n", Seen::Nobody),
         (b"GET / HTTP/1.1\r\nHost: 9.9.9.9\r\n\r\n", Seen::Nobody),
@@ -175,6 +198,17 @@ fn a_request_that_could_be_read_in_two_ways_is_unreadable() {
         b"GET http://user@b.org/ HTTP/1.1\r\nHost: a.org\r\n\r\n",
         b"GET /\r\n",
         b"GET / \r\nHost: b.org\r\n\r\n",
+        // What blanks and methods are is seen in many ways.
+        b"GET\t/ HTTP/1.1\r\nHost: b.org\r\n\r\n",
+        b"GET\x0b/\x0cHTTP/1.1\r\nHost: b.org\r\n\r\n",
+        b" GET / HTTP/1.1\r\nHost: b.org\r\n\r\n",
+        b"\tGET / HTTP/1.1\r\nHost: b.org\r\n\r\n",
+        b" \r\nGET / HTTP/1.1\r\nHost: b.org\r\n\r\n",
+        b"GET / http/1.1\nHost: b.org\n\n",
+        b"POST /\r\nHost: b.org\r\n\r\n",
+        b"get\thttp://b.org/\r\n",
+        b"SOURCE / ICE/1.0\r\nHost: b.org\r\n\r\n",
+        b"OPTIONS x RTSP/1.0\r\nHost: b.org\r\n\r\n",
     ];
     for bytes in cases {
         assert_eq!(
@@ -183,7 +217,21 @@ fn a_request_that_could_be_read_in_two_ways_is_unreadable() {
             "{}",
             String::from_utf8_lossy(bytes)
         );
+        // However little of it comes at first, it is not let through for that.
+        for length in 0..bytes.len() {
+            let seen = see(&bytes[..length]);
+            assert!(
+                matches!(seen, Seen::More | Seen::Unreadable),
+                "{length} {seen:?}"
+            );
+        }
     }
+    let long = [
+        vec![b'A'; 40],
+        b" / HTTP/1.1\r\nHost: a.org\r\n\r\n".to_vec(),
+    ]
+    .concat();
+    assert_eq!(see(&long), names(&["a.org"]));
     let endless = [b"GET /".to_vec(), vec![b'a'; LINE_BYTES_MAX]].concat();
     assert_eq!(see(&endless), Seen::Unreadable);
 }
@@ -194,6 +242,8 @@ fn other_protocols_name_nobody() {
         &b"SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n"[..],
         b"\0\0\0\x08",
         b"EHLO me\r\n",
+        b"*1\r\n$4\r\nPING\r\n",
+        b"AMQP\0\0\x09\x01",
         b"\x16",
     ] {
         let seen = see(bytes);

@@ -177,6 +177,15 @@ pub fn splice(from: &impl AsRawFd, to: &impl AsRawFd, bytes: usize) -> io::Resul
     moved(count)
 }
 
+/// Whether the next byte of a TCP connection is one that its sender called urgent: splice(2) never takes it, nor what follows.
+pub fn is_urgent(socket: &impl AsRawFd) -> io::Result<bool> {
+    const AT_MARK: u64 = 0x8905;
+    let mut is_there: libc::c_int = 0;
+    // SAFETY: the number is written to our own variable.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), AT_MARK as _, &raw mut is_there) })?;
+    Ok(is_there != 0)
+}
+
 fn moved(count: isize) -> io::Result<Option<usize>> {
     if let Ok(count) = usize::try_from(count) {
         return Ok(Some(count));

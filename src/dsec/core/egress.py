@@ -28,6 +28,7 @@ _LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMBER: Final = re.compile(r"(?:0x[0-9a-f]*|[0-9]+)")
 _PORTS: Final = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _NAME_MAX: Final = 253  # of the domain name system
+_LABELS_MAX: Final = 32  # names of hosts have fewer, and the forwarder asks after none with more
 _SHOWN: Final = 80
 _HINT: Final = "such as packages.example, *.mirror.example:80, 10.1.0.0/16:5432 or [2001:db8::/32]:443"
 
@@ -101,9 +102,9 @@ def _host(host: str, text: str) -> str:
     labels = suffix.split(".")
     if suffix == "*":
         raise _refused(text, "names nothing", "to allow everything public, leave egress out")
-    if len(suffix) > _NAME_MAX or not all(map(_LABEL.fullmatch, labels)):
+    if len(suffix) > _NAME_MAX or len(labels) > _LABELS_MAX or not all(map(_LABEL.fullmatch, labels)):
         raise _refused(text, "is neither a name nor an address")
-    if _is_number(suffix):
+    if labels[-1][0].isdigit():  # no name of the internet ends so
         raise _refused(text, "may be taken for an address", "write an address as four numbers")
     if labels[-1] == "localhost":
         raise _refused(text, "is the sandbox itself", "its loopback needs no rule")
