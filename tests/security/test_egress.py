@@ -116,13 +116,17 @@ async def test_urgent_bytes_end_their_connection(place: Site) -> None:
             assert part
         link.send(b"!", socket.MSG_OOB)
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            link.sendall(b"more")
-            everything_of(link)
+            _say(link, b"more")
 
     async def is_closed() -> bool:
         return (await place.egress.counts())[place.name].open == 0
 
     await eventually(is_closed)
+
+
+def _say(link: socket.socket, data: bytes) -> bytes:
+    link.sendall(data)
+    return everything_of(link)
 
 
 async def test_with_every_right_in_its_network_there_is_no_other_way(place: Site) -> None:
