@@ -324,6 +324,7 @@ async def is_served(far: FarNodes) -> bool:
         "a large ask",
         "a large head",
         "an ask in parts",
+        "half an ask",
         "a large frame",
         pytest.param("no reading", marks=pytest.mark.slow),
     ],
@@ -338,6 +339,14 @@ async def test_a_node_that_wants_too_much_is_cut_off_and_others_are_served(far: 
             case "an ask in parts":
                 peer.ask(1, b"x", size=2)
                 peer.send(Kind.PART, 1, bytes(10))
+            case "half an ask":  # as many of these as it likes would take memory, and the room of replicas
+                half, rest = (whole := pack(dial()))[:9], whole[9:]
+                peer.ask(1, half, size=len(whole))
+                peer.send(Kind.PART, 1, rest)
+                found: list[int] = []
+                with contextlib.suppress(ConnectionError, OSError):
+                    found = await peer.kinds(1)
+                assert Kind.FRAME not in found
             case "a large frame":
                 peer.ask(1, pack(dial()))
                 assert await peer.kinds(1) == [Kind.FRAME]

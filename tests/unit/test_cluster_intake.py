@@ -121,6 +121,16 @@ async def test_one_that_floods_is_left_out_at_the_server_and_heard_again_later(
     assert scene.flooded == [LOUD, LOUD]
 
 
+@pytest.mark.parametrize(("count", "size"), [(1_000, 101), (10, 10_100)])
+async def test_one_that_floods_with_what_is_too_large_is_left_out_too(scene: Scene, count: int, size: int) -> None:
+    await scene.server.publish(LOUD, count - 1, bytes(size))
+    assert scene.flooded == []
+    await scene.server.publish(LOUD, 1, bytes(size))
+    await eventually(lambda: scene.server.subjects() == {f"hb.{QUIET}"})
+    assert scene.flooded == [LOUD]
+    assert scene.heard == []
+
+
 async def test_an_engine_that_cannot_be_listened_to_now_is_listened_to_later(scene: Scene) -> None:
     scene.server.refuses = True
     await scene.server.publish(LOUD, 2_000)

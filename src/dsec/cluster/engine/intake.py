@@ -92,24 +92,26 @@ class Intake:
 
     async def _heard(self, message: Msg) -> None:
         node = NodeId(message.subject.rpartition(".")[2])
-        if len(message.data) <= self._bytes_max and self._in_measure(node):
+        if self._in_measure(node, len(message.data) // (self._bytes_max + 1)):
             self._take(node, message)
 
-    def _in_measure(self, node: NodeId) -> bool:
+    def _in_measure(self, node: NodeId, too_large: int) -> bool:
+        """`too_large`: not 0 for one that is; it counts as so many as could have come in its place."""
         now = asyncio.get_running_loop().time()
         measure = self._measures.get(node)
         if measure is None:
             measure = self._measures[node] = _Measure(self._burst, now)
         measure.room = min(measure.room + (now - measure.at) * self._rate, self._burst)
         measure.at = now
-        if measure.room >= 1:
+        if measure.room >= 1 and not too_large:
             if measure.room == self._burst:
                 measure.dropped = 0
             measure.room -= 1
             return True
-        measure.dropped += 1
+        measure.room = max(measure.room - too_large, 0)
+        measure.dropped += max(too_large, 1)
         metrics.NODE_MESSAGES_DROPPED.inc()
-        if measure.dropped == NODE_FLOOD_MESSAGES:
+        if measure.dropped >= NODE_FLOOD_MESSAGES:
             measure.dropped = 0
             self._leave_out(node, now)
         return False

@@ -251,6 +251,8 @@ class _Link:
         if assembly.add(first):
             self._start(id, head, assembly.body())
             return
+        if self.peer is not None:
+            raise ProtocolError("a node asks in parts")
         if self._listener.incomplete_bytes + head.size > LINK_BODIES_BYTES_MAX:
             # Its parts find no call, and are dropped.
             self._fail(id, CapacityError("the node takes in too much at once", retry_after_s=1.0))
