@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import resource
+import shutil
 import socket
 import struct
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -23,6 +26,7 @@ from tests.native.egress_site import (
     OTHER,
     WEB,
     Site,
+    Space,
     able,
     everything_of,
     question_of,
@@ -185,6 +189,20 @@ async def test_more_connections_than_it_may_have_are_refused_and_others_have_the
     await eventually(lambda: any(d.reason == "connections" for d in place.denied))
 
 
+@pytest.mark.skipif(shutil.which("ss") is None, reason="needs ss")
+async def test_what_the_host_holds_for_connections_that_are_not_read_is_bounded(place: Site) -> None:
+    """The kernel would let each grow to tens of MiB, out of what all connections of the machine have together."""
+    await place.attach(everything=True)
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            assert stack.enter_context(place.sandbox.connect(WEB, 443)).recv(100)
+        for shown in (_sockets_of(place.host, "dst", WEB), _sockets_of(place.sandbox, "src", WEB)):
+            found = re.findall(r"skmem:\(r[0-9]+,rb([0-9]+),t[0-9]+,tb([0-9]+),", shown)
+            assert len(found) == 20
+            most = str(2 * (64 << 10))
+            assert found.count((most, most)) >= 4
+
+
 @pytest.mark.slow
 async def test_ten_thousand_connections_that_never_read_cost_little_and_end(place: Site) -> None:
     """Of which the most are refused; a server sends to the others without end, and nobody reads."""
@@ -249,6 +267,10 @@ async def test_fifty_megabytes_both_ways_arrive_whole_beside_a_slow_reader(place
 
 async def _is(found: Callable[[], Awaitable[int]], wanted: int) -> bool:
     return await found() == wanted
+
+
+def _sockets_of(where: Space, *which: str) -> str:
+    return subprocess.run([*where.wrap, "ss", "-Htmn", *which], capture_output=True, text=True, check=True).stdout
 
 
 def _resident(pid: int) -> int:

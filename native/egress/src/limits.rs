@@ -58,6 +58,11 @@ pub const PIPE_BYTES: usize = 64 << 10;
 pub const SPARE_PIPES: usize = 32;
 /// Bytes that a socket takes before they can be sent: enough to keep a fast link busy between two turns.
 pub const UNSENT_BYTES: i32 = 256 << 10;
+/// Connections of a sandbox for which the kernel may hold what it finds right, some MiB, when one side stops reading. What all
+/// TCP of the machine holds has a bound: beyond it nobody's connections work.
+pub const FLOWS_WIDE: usize = 16;
+/// Half of what it holds for each of the others, at each end and each way: enough for some MB a second from afar.
+pub const NARROW_BYTES: i32 = 64 << 10;
 /// First bytes of a connection that are looked at: a client hello with post-quantum keys has some 2 KiB, cookies 8.
 pub const PEEK_BYTES: usize = 16 << 10;
 /// Names remembered of one connection.

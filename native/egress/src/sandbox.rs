@@ -15,9 +15,9 @@ use crate::denied::{Refusal, Refusals};
 use crate::error::{Doing, Result};
 use crate::flow::{Flow, Moved, Stage};
 use crate::limits::{
-    ACCEPTS_A_TURN, CONNECTIONS, CONNECTS_AT_ONCE, CONNECTS_A_SECOND, FLOW_NAMES_MAX,
-    FLOW_TURN_BYTES, PEEK_BYTES, QUESTIONS_AT_ONCE, QUESTIONS_A_SECOND, TALK_IDLE, TURN_BYTES,
-    UNSENT_BYTES,
+    ACCEPTS_A_TURN, CONNECTIONS, CONNECTS_AT_ONCE, CONNECTS_A_SECOND, FLOWS_WIDE, FLOW_NAMES_MAX,
+    FLOW_TURN_BYTES, NARROW_BYTES, PEEK_BYTES, QUESTIONS_AT_ONCE, QUESTIONS_A_SECOND, TALK_IDLE,
+    TURN_BYTES, UNSENT_BYTES,
 };
 use crate::network::{Family, Id, Sockets};
 use crate::peek::{look, Seen};
@@ -428,6 +428,7 @@ impl Sandbox {
     }
 
     fn dial(&mut self, key: Key, names: &[String], shared: &Shared) -> io::Result<()> {
+        let is_wide = self.flows.len() <= FLOWS_WIDE;
         let Some(flow) = self.flows.get_mut(key) else {
             return Ok(());
         };
@@ -437,6 +438,10 @@ impl Sandbox {
         }
         flow.client.want(0)?;
         let socket = connect_tcp(flow.address())?;
+        if !is_wide {
+            inet::hold_at_most(&socket, NARROW_BYTES)?;
+            inet::hold_at_most(&flow.client, NARROW_BYTES)?;
+        }
         let mut server = Source::new(&self.poller, socket, token(FLOW, key));
         server.want(WRITE)?;
         flow.server = Some(server);

@@ -132,6 +132,12 @@ pub fn wake_at(socket: &impl AsRawFd, bytes: usize) -> io::Result<()> {
     set(socket, libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes)
 }
 
+/// What waits in it, each way: twice so many bytes, which count what keeps them too, and no more, however fast it was before.
+pub fn hold_at_most(socket: &impl AsRawFd, bytes: i32) -> io::Result<()> {
+    set(socket, libc::SOL_SOCKET, libc::SO_RCVBUF, bytes)?;
+    set(socket, libc::SOL_SOCKET, libc::SO_SNDBUF, bytes)
+}
+
 fn set(socket: &impl AsRawFd, level: i32, option: i32, value: i32) -> io::Result<()> {
     // SAFETY: the value lives through the call and has the length given.
     check(unsafe {
