@@ -205,6 +205,11 @@ def test_what_sandboxes_with_a_network_reach_besides_is_set_and_checked(tmp_path
     [
         'private = ["10.1.2.3/8"]',
         'private = ["db.example"]',
+        'private = ["10.0.0.0/255.0.0.0"]',  # the forwarder knows one spelling of each
+        'private = ["::ffff:10.0.0.0/104"]',
+        'private = ["fe80::%eth0/64"]',
+        'resolvers = ["fe80::1%eth0"]',
+        'resolvers = ["9.9.9.9:\uff15\uff13"]',
         'resolvers = ["dns.example"]',
         'resolvers = ["9.9.9.9:0"]',
         'resolvers = ["[fd00::2]"]',

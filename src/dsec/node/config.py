@@ -98,8 +98,13 @@ class EgressConfig:
 
 
 def _check_network(text: str) -> None:
+    """The forwarder takes these, and no other spelling of them."""
     try:
-        ipaddress.ip_network(text)
+        network = ipaddress.ip_network(text)
+        slash, bits = text.partition("/")[1:]
+        mapped = isinstance(network, ipaddress.IPv6Network) and network.network_address.ipv4_mapped is not None
+        if "%" in text or mapped or (slash and bits != str(network.prefixlen)):
+            raise ValueError
     except ValueError as error:
         raise InvalidArgumentError(
             f"{text[:60]!r} in egress.private is no network", hint="such as 10.1.0.0/16"
@@ -114,7 +119,7 @@ def _check_resolver(text: str) -> None:
         host, _, port = text.partition(":")
     try:
         ipaddress.ip_address(host)
-        if not port.isdecimal() or not 1 <= int(port) <= 65_535:
+        if "%" in host or not (port.isascii() and port.isdecimal()) or not 1 <= int(port) <= 65_535:
             raise ValueError
     except ValueError as error:
         raise InvalidArgumentError(
