@@ -23,6 +23,10 @@ const HANDSHAKE: u8 = 22;
 const CLIENT_HELLO: u8 = 1;
 const SERVER_NAME: u16 = 0;
 const RECORD_BYTES_MAX: usize = 16 << 10;
+/// Of which one may end in a zero.
+const METHODS: [&[u8]; 9] = [
+    b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"CONNECT", b"TRACE",
+];
 /// A first line of HTTP is shorter.
 const LINE_BYTES_MAX: usize = 8 << 10;
 
@@ -157,13 +161,11 @@ fn request(bytes: &[u8], address: IpAddr) -> Seen {
     if bytes.is_empty() {
         return Seen::More;
     }
-    if !may_be_request(bytes) {
-        return Seen::Nobody;
-    }
     let Some(end) = bytes.iter().position(|byte| *byte == b'\n') else {
-        return match bytes.len() > LINE_BYTES_MAX {
-            true => Seen::Unreadable,
-            false => Seen::More,
+        return match may_be_request(bytes) {
+            true if bytes.len() > LINE_BYTES_MAX => Seen::Unreadable,
+            true => Seen::More,
+            false => Seen::Nobody,
         };
     };
     let line = trimmed(&bytes[..end]);
@@ -193,11 +195,13 @@ fn request(bytes: &[u8], address: IpAddr) -> Seen {
 }
 
 /// Begins with a word of characters as methods have them, or with a part of one. How long it is, and whether something blank
-/// is before it, is nothing to some servers.
+/// is before it, is nothing to some servers; others see the end of a text in a zero.
 fn may_be_request(bytes: &[u8]) -> bool {
     let mut words = bytes.split(|byte| is_blank(*byte));
     let word = words.find(|word| !word.is_empty()).unwrap_or_default();
-    word.iter().all(u8::is_ascii_graphic)
+    let good = word.iter().take_while(|byte| byte.is_ascii_graphic());
+    let good = good.count();
+    good == word.len() || is_one_of(&word[..good], &METHODS)
 }
 
 /// Whether some server takes it for a request, whatever else is wrong with it.
@@ -206,22 +210,30 @@ fn is_for_servers(line: &[u8]) -> bool {
         let mut parts = line.windows(word.len());
         parts.any(|part| part.eq_ignore_ascii_case(word))
     };
+    if [&b"HTTP/"[..], b"RTSP/", b"ICE/"].into_iter().any(has) {
+        return true;
+    }
+    // Also the oldest version, which has no word for itself, and to which some answer with their first host.
     let mut words = line
         .split(|byte| is_blank(*byte))
         .filter(|word| !word.is_empty());
-    // Also the oldest version, which has no word for itself, and to which some answer with their first host.
-    let is_old = match (words.next(), words.next()) {
+    match (words.next(), words.next()) {
         (None, _) => true,
-        (Some(method), None) => method.eq_ignore_ascii_case(b"get"),
+        (Some(method), None) => is_one_of(method, &[b"GET"]),
         (Some(method), Some(target)) => {
-            method.eq_ignore_ascii_case(b"get") || matches!(target[0], b'/' | b'*') || has(b"://")
+            is_one_of(method, &[b"GET", b"CONNECT"])
+                || may_be_request(method) && (matches!(target[0], b'/' | b'*') || has(b"://"))
         }
-    };
-    is_old || [&b"HTTP/"[..], b"RTSP/", b"ICE/"].into_iter().any(has)
+    }
 }
 
+fn is_one_of(word: &[u8], words: &[&[u8]]) -> bool {
+    words.iter().any(|one| one.eq_ignore_ascii_case(word))
+}
+
+/// Also what is blank in Unicode, or separates records.
 fn is_blank(byte: u8) -> bool {
-    matches!(byte, b' ' | b'\t' | 0x0b | 0x0c | b'\r' | b'\n')
+    matches!(byte, b'\t'..=b'\r' | 0x1c..=b' ' | 0x85 | 0xa0)
 }
 
 /// Of `METHOD TARGET HTTP/1.x` with single blanks.

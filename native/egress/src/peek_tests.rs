@@ -206,6 +206,10 @@ fn a_request_that_could_be_read_in_two_ways_is_unreadable() {
         b" \r\nGET / HTTP/1.1\r\nHost: b.org\r\n\r\n",
         b"GET / http/1.1\nHost: b.org\n\n",
         b"POST /\r\nHost: b.org\r\n\r\n",
+        b"\xa0GET / HTTP/1.1\r\nHost: b.org\r\n\r\n",
+        b"\x1f\x85GET\xa0/ HTTP/1.1\r\nHost: b.org\r\n\r\n",
+        b"GET\0 / HTTP/1.1\r\nHost: b.org\r\n\r\n",
+        b"connect b.org:80\r\nHost: a.org\r\n\r\n",
         b"get\thttp://b.org/\r\n",
         b"SOURCE / ICE/1.0\r\nHost: b.org\r\n\r\n",
         b"OPTIONS x RTSP/1.0\r\nHost: b.org\r\n\r\n",
@@ -234,6 +238,17 @@ fn a_request_that_could_be_read_in_two_ways_is_unreadable() {
     assert_eq!(see(&long), names(&["a.org"]));
     let endless = [b"GET /".to_vec(), vec![b'a'; LINE_BYTES_MAX]].concat();
     assert_eq!(see(&endless), Seen::Unreadable);
+}
+
+#[test]
+fn a_request_after_bytes_that_no_method_has_is_unreadable() {
+    for bytes in [
+        &b"\0GET / HTTP/1.1\r\nHost: b.org\r\n\r\n"[..],
+        b"G\x7fT / http/1.1\r\nHost: b.org\r\n\r\n",
+        b"\xc2\xa0GET / HTTP/1.1\r\nHost: b.org\r\n\r\n",
+    ] {
+        assert_eq!(see(bytes), Seen::Unreadable);
+    }
 }
 
 #[test]
