@@ -179,12 +179,15 @@ async def test_pauses_forks_and_snapshots_keep_the_network_and_its_rules(site: S
 
         (child,) = await sandbox.fork()
         await sandbox.snapshot("stage")
-        async with child, await site.client.create(snapshot="stage") as made:
+        async with child, await site.client.create(snapshot="stage", network="proxied") as made:
             for one in (child, made):
                 assert await fetch(one, "allowed.example.org/", "other.example.org/") == [
                     f"you reached {ALLOWED}",
                     "gaierror",
                 ]
+        async with await site.client.create(snapshot="stage") as bare:
+            assert bare.info.network == "none"
+            assert await fetch(bare, "allowed.example.org/") == ["gaierror"]
         await sandbox.rollback("stage")
 
         async def is_back() -> bool:

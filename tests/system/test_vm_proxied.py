@@ -297,7 +297,9 @@ async def test_what_goes_on_from_a_snapshot_has_what_its_own_rules_say(site: Sit
     async with await site.create(f"{ALLOWED}:80") as sb:
         snapshot = await sb.snapshot()
         address = await hardware_address(sb)
-    async with await site.client.create(snapshot=snapshot.name, timeout_s=BOOT_S) as child:
+    async with await site.client.create(snapshot=snapshot.name, timeout_s=BOOT_S) as bare:
+        assert await fetch(bare, ALLOWED) == {ALLOWED: "refused"}
+    async with await site.client.create(snapshot=snapshot.name, network="proxied", timeout_s=BOOT_S) as child:
         assert await fetch(child, ALLOWED, OTHER) == {ALLOWED: reached(ALLOWED), OTHER: "refused"}
         assert await hardware_address(child) != address
     await snapshot.remove()

@@ -24,13 +24,17 @@ MANIFEST = SavedManifest(sandbox="sbx", needs={}, shape={})
 
 
 class Writing:
-    """A monitor that writes what it is told to."""
+    """A monitor that writes what it is told to, and notes nothing of what the machine has written."""
+
+    notes_writes = False
+    differs_from = None
 
     def __init__(self, directory: Path, write: Callable[[Path, Path], None]) -> None:
         self._directory = directory
         self._write = write
 
-    async def write_down(self, *, memory: str, state: str, timeout_s: float) -> None:
+    async def write_down(self, *, memory: str, state: str, timeout_s: float, differences: bool) -> None:
+        assert not differences
         self._write(self._directory / memory, self._directory / state)
 
 

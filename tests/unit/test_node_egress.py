@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dsec.backends.base import Instance, InstanceSpec, Intend
@@ -18,6 +19,7 @@ from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, LaunchError, Outcome, SandboxStateError, UnavailableError
 from dsec.core.spec import NetworkMode, SandboxSpec, Substrate
 from dsec.node.denials import Denials
+from dsec.node.origins import Origin
 from dsec.testing.faults import Faults, each_nth_failure
 from dsec.testing.nodes import FAKE_SPEC, NodeClient, crash, make_fake_node
 from dsec.testing.waiting import eventually
@@ -259,13 +261,44 @@ async def test_snapshots_forks_and_rollbacks_keep_the_rules(machine: Machine) ->
     for child in forked.sandboxes:
         assert machine.reached(child.id) == ["a.example"]
 
-    made = await client.call(Method.CREATE, records.CreateRequest(spec=FAKE_SPEC, snapshot="s"), records.Sandbox)
+    asked = msgspec.structs.replace(FAKE_SPEC, network=NetworkMode.PROXIED)
+    made = await client.call(Method.CREATE, records.CreateRequest(spec=asked, snapshot="s"), records.Sandbox)
     assert machine.reached(made.id) == ["a.example"]
 
     await machine.set(id, ["b.example"])  # of the sandbox, and not of its disk
     del machine.host.egress[id]
     await client.call(Method.ROLLBACK, Rollback(id, RollbackRequest("s")), records.Sandbox)
     await eventually(lambda: id in machine.host.egress and machine.reached(id) == ["b.example"])
+
+
+async def test_who_does_not_ask_for_a_network_has_none_whatever_the_snapshot_had(machine: Machine) -> None:
+    id, client = await machine.create(), machine.client
+    await client.call(Method.SNAPSHOT_TAKE, SnapshotTake(id, SnapshotRequest(name="s")), SnapshotInfo)
+
+    made = await client.call(Method.CREATE, records.CreateRequest(spec=FAKE_SPEC, snapshot="s"), records.Sandbox)
+
+    assert (made.network, made.egress) == ("none", None)
+    assert made.id not in machine.host.egress
+
+
+@pytest.mark.parametrize(
+    ("asked", "machine", "found"),
+    [
+        ({}, "", ("none", None)),
+        ({}, "m", ("proxied", ())),  # its card is part of it
+        ({"network": "proxied"}, "m", ("proxied", ("a.example",))),
+        ({"network": "proxied", "egress": ("b.example",)}, "", ("proxied", ("b.example",))),
+    ],
+)
+def test_a_network_is_asked_for(asked: dict[str, Any], machine: str, found: tuple[str, tuple[str, ...] | None]) -> None:
+    spec = msgspec.convert({"environment": {"base": "e"}, "network": "proxied", "egress": ["a.example"]}, SandboxSpec)
+    origin = Origin(spec, (), machine=machine)
+
+    asked_for = msgspec.convert({"environment": {"base": "e"}, **asked}, SandboxSpec)
+    made, fork = origin.spec_for(asked_for), replace(origin, is_fork=True).spec_for(asked_for)
+
+    assert (made.network, made.egress) == found
+    assert fork.network == "proxied"
 
 
 async def test_traffic_is_in_the_usage_of_one_that_has_ended(machine: Machine) -> None:

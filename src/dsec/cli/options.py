@@ -68,5 +68,9 @@ User = Annotated[
 
 
 def egress_of(given: list[str] | None) -> list[str] | None:
-    """Of --egress and --allow. The word `none` alone is no rule."""
+    """Of --egress and --allow. The word `none` is no rule, and none beside it."""
+    if given and "none" in given and len(given) > 1:
+        raise typer.BadParameter(
+            "none is nothing at all, and cannot stand beside hosts", param_hint="--egress, --allow"
+        )
     return [] if given == ["none"] else given or None

@@ -18,6 +18,7 @@ quota_app = typer.Typer(help="Quotas: what all sandboxes of a project may have t
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="Such as /team/run-7.", show_default=False)]
 _NONE = "none"  # on the command line: takes a cap or a rule away
+_ANY = "any"  # the same of a rule
 
 
 def create(path: Path, json: Json = False) -> None:
@@ -88,7 +89,9 @@ def policy(
     substrate: Annotated[
         list[str] | None, typer.Option(metavar="SUBSTRATE", help="Only these. May be repeated.")
     ] = None,
-    network: Annotated[list[str] | None, typer.Option(metavar="MODE", help="Only these. May be repeated.")] = None,
+    network: Annotated[
+        list[str] | None, typer.Option(metavar="MODE", help="Only these. May be repeated; any: whichever there are.")
+    ] = None,
     environment: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only these; NAME* for a beginning. May be repeated.")
     ] = None,
@@ -99,7 +102,7 @@ def policy(
     privilege_gain: Annotated[bool | None, typer.Option(help="Whether sandboxes may have it.")] = None,
     json: Json = False,
 ) -> None:
-    """Change what each sandbox of a project, and of those below, must be like."""
+    """Change what each sandbox of a project, and of those below, must be like. `any` takes a rule away."""
 
     async def work() -> None:
         import msgspec
@@ -119,7 +122,9 @@ def policy(
             ("ttl_running_s_max", ttl, float),
         ):
             if value is not None:
-                given[name] = None if value in (_NONE, [_NONE]) else _read(read, value, name)
+                # A mode of networks is called none.
+                away = (_ANY, [_ANY]) if name == "networks" else (_NONE, [_NONE], _ANY, [_ANY])
+                given[name] = None if value in away else _read(read, value, name)
         if privilege_gain is not None:
             given["privilege_gain"] = privilege_gain
         async with client() as c:
@@ -276,7 +281,7 @@ def _policy_text(policy: Policy) -> str:
     from dsec.core.units import format_size
 
     def shown(name: str, value: Any) -> str:
-        if isinstance(value, list):
+        if isinstance(value, (list, tuple)):
             return f"{name} {'|'.join(value)}"
         return f"{name} {format_size(value) if name.endswith('_bytes_max') else value}"
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from dsec.core.errors import NotFoundError, StorageError, UnsupportedError
-from dsec.core.spec import SandboxSpec
+from dsec.core.spec import NetworkMode, SandboxSpec
 from dsec.node.environments import Environments, Resolved
 from dsec.node.rows import ImageRow, SandboxRow
 from dsec.wire.snapshots import SnapshotRow
@@ -29,6 +29,7 @@ class Origin:
     snapshot: str | None = None
     base: tuple[str, ...] = ()  # digests of the environment
     machine: str = ""  # that it goes on from: what runs in it runs on
+    is_fork: bool = False  # one more of the same, and not what somebody asks for
 
     async def acquire(self, environments: Environments) -> Resolved:
         """Held until the result's hold is released. Raises StorageError when a layer of it is lost."""
@@ -49,13 +50,15 @@ class Origin:
     def spec_for(self, asked: SandboxSpec) -> SandboxSpec:
         """What is asked for, and where that is a default, what the other sandbox had. Variables and labels add up.
 
-        Volumes are only those that are asked for: a name means one of whoever asks, who may be of another project.
+        Volumes are only those that are asked for: a name means one of whoever asks, who may be of another project. So
+        is a network, but of forks: who does not ask for one has none, and a machine with a card reaches nothing by it.
         Raises UnsupportedError for another substrate.
         """
         if asked.substrate not in (_DEFAULTS["substrate"], self.spec.substrate):
             raise UnsupportedError(
                 f"a snapshot of a {self.spec.substrate} sandbox cannot become a {asked.substrate} sandbox"
             )
+        has_card = self.spec.network is not NetworkMode.NONE
         datasets = tuple(mount for mount in self.spec.volumes if mount.dataset)
         changes: dict[str, Any] = {name: getattr(asked, name) for name in _NOT_TAKEN}
         changes["volumes"] = datasets
@@ -63,6 +66,8 @@ class Origin:
             value = getattr(asked, name)
             if name not in _NOT_TAKEN and value != default:
                 changes[name] = value
+        if asked.network is NetworkMode.NONE and not self.is_fork:
+            changes |= {"egress": ()} if self.machine and has_card else {"network": NetworkMode.NONE, "egress": None}
         changes["env"] = self.spec.env | asked.env
         changes["labels"] = self.spec.labels | asked.labels
         return msgspec.structs.replace(self.spec, **changes)
@@ -93,6 +98,7 @@ def origin_of_fork(row: SandboxRow, layers: tuple[str, ...], machine: str = "") 
         snapshot=row.snapshot,
         base=row.base or row.layers,
         machine=machine,
+        is_fork=True,
     )
 
 
