@@ -14,9 +14,10 @@ use crate::policy::{Destination, Name};
 use crate::talk::Talk;
 
 pub enum Stage {
-    /// Its first bytes are waited for, of which so many have been seen.
+    /// Its first bytes are waited for, of which so many have been seen, the last time of so many.
     Naming {
         seen: usize,
+        looks: u32,
     },
     Dialing,
     Moving,

@@ -65,6 +65,9 @@ pub const FLOWS_WIDE: usize = 16;
 pub const NARROW_BYTES: i32 = 64 << 10;
 /// First bytes of a connection that are looked at: a client hello with post-quantum keys has some 2 KiB, cookies 8.
 pub const PEEK_BYTES: usize = 16 << 10;
+/// How often they are looked at as they come; then only with each tick. They come in some ten pieces at most, and each look
+/// costs as much as moving many times their length.
+pub const LOOKS_AT_ONCE: u32 = 16;
 /// Names remembered of one connection.
 pub const FLOW_NAMES_MAX: usize = 16;
 

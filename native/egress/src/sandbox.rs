@@ -16,8 +16,8 @@ use crate::error::{Doing, Result};
 use crate::flow::{Flow, Moved, Stage};
 use crate::limits::{
     ACCEPTS_A_TURN, CONNECTIONS, CONNECTS_AT_ONCE, CONNECTS_A_SECOND, FLOWS_WIDE, FLOW_NAMES_MAX,
-    FLOW_TURN_BYTES, NARROW_BYTES, PEEK_BYTES, QUESTIONS_AT_ONCE, QUESTIONS_A_SECOND, TALK_IDLE,
-    TURN_BYTES, UNSENT_BYTES,
+    FLOW_TURN_BYTES, LOOKS_AT_ONCE, NARROW_BYTES, PEEK_BYTES, QUESTIONS_AT_ONCE,
+    QUESTIONS_A_SECOND, TALK_IDLE, TURN_BYTES, UNSENT_BYTES,
 };
 use crate::network::{Family, Id, Sockets};
 use crate::peek::{look, Seen};
@@ -252,6 +252,9 @@ impl Sandbox {
             return;
         };
         if flow.until > shared.now {
+            if matches!(flow.stage, Stage::Naming { .. }) {
+                let _ = flow.client.want(READ); // it may have come in too many pieces
+            }
             return;
         }
         let next = match flow.stage {
@@ -335,7 +338,7 @@ impl Sandbox {
             let _ = inet::reset_on_close(&socket, true);
             return;
         }
-        let stage = Stage::Naming { seen: 0 };
+        let stage = Stage::Naming { seen: 0, looks: 0 };
         let Some(key) = self.add(socket, to, stage, shared.settings.peek, shared) else {
             return;
         };
@@ -486,7 +489,7 @@ impl Sandbox {
 
 fn step(flow: &mut Flow, policy: &Policy, most: usize, shared: &mut Shared) -> io::Result<Next> {
     match &mut flow.stage {
-        Stage::Naming { seen } => {
+        Stage::Naming { seen, looks } => {
             let address = flow.to.address;
             let Some(count) = inet::look_ahead(&flow.client, &mut shared.buffer)? else {
                 return Ok(Next::Nothing);
@@ -501,7 +504,11 @@ fn step(flow: &mut Flow, policy: &Policy, most: usize, shared: &mut Shared) -> i
                 Seen::More if count == PEEK_BYTES || count <= *seen => unreadable(),
                 Seen::More => {
                     *seen = count;
+                    *looks += 1;
                     inet::wake_at(&flow.client, count + 1)?;
+                    if *looks >= LOOKS_AT_ONCE {
+                        flow.client.want(0)?; // until the next tick
+                    }
                     Ok(Next::Nothing)
                 }
                 Seen::Nobody => Ok(Next::Dial(Vec::new())),
@@ -549,3 +556,7 @@ fn move_on(flow: &mut Flow, most: usize, shared: &mut Shared) -> io::Result<Next
 fn allows_all(policy: &Policy, names: &[Name], port: u16) -> bool {
     names.iter().all(|name| policy.allows_name(name, port))
 }
+
+#[cfg(test)]
+#[path = "sandbox_tests.rs"]
+mod tests;
