@@ -31,6 +31,7 @@ from dsec.wire.link import CallHead, Failed, Hello, Kind, PacketDecoder, packet,
 from dsec.wire.node import Caller, Method, Stream
 from dsec.wire.records import NodeLoad
 from tests.contract.served import until
+from tests.security.raw_peer import Raw
 
 NODE, OTHER = NodeId("aaaaaaaa"), NodeId("bbbbbbbb")
 CALLER = Caller(principal="p", project="/p")
@@ -88,39 +89,6 @@ async def raw(link: Linked, tls: ssl.SSLContext | None = None) -> AsyncIterator[
         yield Raw(reader, writer)
     finally:
         writer.transport.abort()
-
-
-class Raw:
-    """A peer that may send anything."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-        self.decoder = PacketDecoder()
-
-    def send(self, kind: Kind, id: int, *parts: bytes) -> None:
-        self.writer.write(b"".join(packet(kind, id, *parts)))
-
-    async def welcomed(self) -> Raw:
-        self.send(Kind.HELLO, 0, pack(Hello(1, 1, NODE)))
-        assert await self.kinds(1) == [Kind.WELCOME]
-        return self
-
-    async def kinds(self, count: int) -> list[int]:
-        found: list[int] = []
-        async with asyncio.timeout(60):
-            while len(found) < count:
-                data = await self.reader.read(65_536)
-                if not data:
-                    break
-                found += [one.kind for one in self.decoder.feed(data) if one.kind != Kind.PING]
-        return found
-
-    async def is_cut(self) -> bool:
-        async with asyncio.timeout(60):
-            with contextlib.suppress(ConnectionError, ssl.SSLError):
-                while await self.reader.read(65_536):
-                    pass
-        return True
 
 
 # ---- who -----------------------------------------------------------------------------------------
@@ -213,7 +181,7 @@ GARBAGE = {
 @pytest.mark.parametrize("what", GARBAGE)
 async def test_who_breaks_the_rules_is_cut_off_and_others_are_served(link: Linked, service: Service, what: str) -> None:
     async with raw(link) as peer:
-        await peer.welcomed()
+        await peer.welcomed(NODE)
         peer.writer.write(GARBAGE[what])
         assert await peer.is_cut()
     await until(lambda: not link.listener.links)
@@ -233,7 +201,7 @@ async def test_incomplete_bodies_have_a_bound_together(
 ) -> None:
     monkeypatch.setattr("dsec.cluster.link.server.LINK_BODIES_BYTES_MAX", 1_000)
     async with raw(link) as peer:
-        await peer.welcomed()
+        await peer.welcomed(NODE)
         peer.writer.write(call(1, b"1", size=900) + call(2, b"1", size=200) + call(3, b"whole"))
         assert sorted(await peer.kinds(2)) == [Kind.ANSWER, Kind.FAIL]
         assert link.listener.incomplete_bytes == 900
@@ -246,7 +214,7 @@ async def test_incomplete_bodies_have_a_bound_together(
 
 async def test_a_method_that_the_node_does_not_know_is_refused(link: Linked) -> None:
     async with raw(link) as peer:
-        await peer.welcomed()
+        await peer.welcomed(NODE)
         peer.writer.write(call(1, method="fly"))
         assert await peer.kinds(1) == [Kind.FAIL]
 

@@ -25,12 +25,13 @@ from dsec.testing.clock import ManualClock
 from dsec.wire.cluster import OwnGroup
 from dsec.wire.codec import pack
 from dsec.wire.frames import Channel, FrameType, data_frame, data_of
-from dsec.wire.link import CallHead, Hello, Kind, PacketDecoder, packet, with_head
+from dsec.wire.link import CallHead, Kind, with_head
 from dsec.wire.node import Caller, Method, Right, Stream
 from dsec.wire.peers import PEER_LINK, LinkDial
 from dsec.wire.records import ListQuery
 from tests.contract.far_nodes import DB, GROUP, FarNodes, far_nodes
 from tests.contract.served import until
+from tests.security.raw_peer import Raw
 
 OTHERS: Final = OwnGroup(project="/others", name="bank", id="job_2")
 EVERYTHING: Final = Caller(principal="root", project="/", rights=frozenset(Right))
@@ -258,7 +259,7 @@ async def test_a_group_that_has_ended_is_refused(far: FarNodes) -> None:
 
 
 @contextlib.asynccontextmanager
-async def raw(far: FarNodes, *, name: str | None = None) -> AsyncIterator[Raw]:
+async def raw(far: FarNodes, *, name: str | None = None) -> AsyncIterator[Asking]:
     second = far.nodes[1].id
     address = far.peered.places.known[second]
     tls = far.peered.certificates.client(name or node_name(far.nodes[0].id))
@@ -266,46 +267,19 @@ async def raw(far: FarNodes, *, name: str | None = None) -> AsyncIterator[Raw]:
         address.host, address.port, ssl=tls, server_hostname=node_name(second)
     )
     try:
-        peer = Raw(reader, writer)
-        peer.send(Kind.HELLO, 0, pack(Hello(1, 1, second)))
-        assert await peer.kinds(1) == [Kind.WELCOME]
-        yield peer
+        yield await Asking(reader, writer).welcomed(second)
     finally:
         writer.transport.abort()
 
 
-class Raw:
-    """A peer that may send anything."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-        self.decoder = PacketDecoder()
-
-    def send(self, kind: Kind, id: int, *parts: bytes) -> None:
-        self.writer.write(b"".join(packet(kind, id, *parts)))
+class Asking(Raw):
+    """One that asks as nodes do, or nearly."""
 
     def ask(self, id: int, body: bytes, *, size: int | None = None, key: str | None = None) -> None:
         head = CallHead(
             method=PEER_LINK, caller=EVERYTHING, size=len(body) if size is None else size, stream=True, key=key
         )
         self.send(Kind.CALL, id, *with_head(pack(head), body))  # type: ignore[arg-type]
-
-    async def kinds(self, count: int) -> list[int]:
-        found: list[int] = []
-        async with asyncio.timeout(60):
-            while len(found) < count:
-                data = await self.reader.read(65_536)
-                if not data:
-                    break
-                found += [one.kind for one in self.decoder.feed(data) if one.kind != Kind.PING]
-        return found
-
-    async def is_cut(self) -> bool:
-        async with asyncio.timeout(60):
-            with contextlib.suppress(ConnectionError, OSError):
-                while await self.reader.read(65_536):
-                    pass
-        return True
 
 
 async def is_served(far: FarNodes) -> bool:
