@@ -145,3 +145,20 @@ async def test_a_client_of_one_node_says_so_of_all_it_asks(cluster: tuple[Served
             await client.create("base", backend="fake")
     with pytest.raises(InvalidArgumentError):
         dsec.AsyncClient(f"unix://{served.socket}", node="no node")
+
+
+async def test_lists_name_the_nodes_that_are_not_even_asked(
+    cluster: tuple[Served, Several], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, rpc = cluster
+    first = next(iter(rpc.services))
+    monkeypatch.setattr(served.fleet, "silent", lambda: [NodeId("zzzzzzzz")])
+
+    for path in ("environments", "volumes", "snapshots"):
+        assert (await get(served, f"/v1/{path}"))["missing"] == ["zzzzzzzz"]
+        assert (await get(served, f"/v1/{path}", **{"Dsec-Node": first}))["missing"] == []
+    async with dsec.AsyncClient(f"unix://{served.socket}") as client:
+        for part in (client.environments, client.volumes, client.snapshots):
+            missing: set[str] = set()
+            await part.list(missing=missing)  # type: ignore[attr-defined]
+            assert missing == {"zzzzzzzz"}

@@ -10,6 +10,8 @@ import pytest
 
 import dsec
 from dsec.api.explaining import cap_verdict, node_verdicts
+from dsec.cluster.placement import Refusal
+from dsec.core.ids import NodeId
 from dsec.core.spec import Environment, Place, SandboxSpec
 from dsec.wire.errors import ErrorBody
 from dsec.wire.iam import CapUse
@@ -67,6 +69,22 @@ async def test_that_there_is_no_node_is_said(api: Served, monkeypatch: pytest.Mo
     refused = await ask(api, "/v1/sandboxes:explain", {"spec": SPEC}, user, status=503)
 
     assert refused["code"] == "unavailable"
+
+
+async def test_nodes_that_cannot_be_asked_are_told_as_what_they_are(
+    api: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = await api.token("/team", "use")
+    monkeypatch.setattr(api.fleet, "nodes", lambda: ())
+    monkeypatch.setattr(api.fleet, "closed", lambda: {NodeId("away"): Refusal("closed", "it is away", "look")})
+
+    told = await ask(api, "/v1/sandboxes:explain", {"spec": SPEC}, user)
+    group = await ask(api, "/v1/groups:explain", {"name": "g", "members": {"one": {"spec": SPEC}}}, user)
+
+    assert not told["would_be_made"]
+    assert [(one["node"], one["text"], one["hint"]) for one in told["nodes"]] == [("away", "it is away", "look")]
+    assert (group["would_be_made"], group["missing"]) == (False, "one")
+    assert "node away: it is away" in group["why"]
 
 
 async def test_a_full_node_says_how_full_it_is(api: Served) -> None:
@@ -129,9 +147,12 @@ def test_of_several_nodes_the_least_loaded_that_can_is_chosen() -> None:
     assert (found["veto"].text, found["veto"].hint) == ("its disk is full", "make room")
     assert found["busy"].fullness == 0.8
 
-    without = {one.node: one for one in node_verdicts(plans, spec, closed={"idle": "it is suspect"})}
+    closed = {NodeId("idle"): Refusal("closed", "it is late", "look"), NodeId("away"): Refusal("closed", "it is away")}
+    without = {one.node: one for one in node_verdicts(plans, spec, closed=closed)}
     assert [name for name, verdict in without.items() if verdict.chosen] == ["busy"]
-    assert (without["idle"].fits, without["idle"].reason, without["idle"].text) == (False, "closed", "it is suspect")
+    idle, away = without["idle"], without["away"]
+    assert (idle.fits, idle.reason, idle.text, idle.hint) == (False, "closed", "it is late", "look")
+    assert (away.fits, away.reason, away.text) == (False, "closed", "it is away")
 
 
 def test_a_cap_on_disk_wants_a_sandbox_to_say_how_much() -> None:

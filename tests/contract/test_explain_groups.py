@@ -43,7 +43,7 @@ def test_it_says_where_each_would_go_or_which_has_no_node() -> None:
         members: dict[str, SandboxSpec], *nodes: str, linked: bool = True, **more: object
     ) -> tuple[dict[str, str], str | None, str | None]:
         plans = {name: [plan(node, spec, **more) for node in nodes] for name, spec in members.items()}  # type: ignore[arg-type]
-        return group_places(plans, "/", linked=linked)
+        return group_places(plans, {name: found[0].spec for name, found in plans.items()}, "/", linked=linked)
 
     found, missing, why = places({"a": one, "b": large}, "n1", "n2")
     assert (len(set(found.values())), missing, why) == (1, None, None)

@@ -84,9 +84,10 @@ async def test_without_a_node_that_takes_anything_new_there_is_no_capacity(clust
         await cluster.create(key="a")
     cluster.only(0)
     await cluster.clock.advance(10)  # no heartbeats: all are suspect
-    assert cluster.one.closed() == dict.fromkeys(NODES, "it is suspect")
-    with pytest.raises(CapacityError, match="no node"):
+    assert {why.text for why in cluster.one.closed().values()} == {"it is late: nothing was heard of it for 10 s"}
+    with pytest.raises(CapacityError, match="it is late: nothing was heard of it for 10 s") as told:
         await cluster.create()
+    assert "does it run" in str(told.value.hint)
 
     assert cluster.all() == []
 
@@ -99,6 +100,47 @@ async def test_a_cordoned_node_gets_nothing_new(cluster: Cluster) -> None:
         await cluster.create()
 
     assert len(cluster.nodes[0].sandboxes) == 5
+
+
+async def test_that_all_nodes_are_cordoned_or_away_is_the_cause_that_is_told(cluster: Cluster) -> None:
+    for node in NODES:
+        await want(cluster.state.registry, node, Wanted.CORDON)
+    await until(lambda: not any(view.takes_new(cluster.clock.monotonic_s()) for view in cluster.view))
+    with pytest.raises(CapacityError) as told:
+        await cluster.create()
+    assert told.value.message.endswith(f"now: it is cordoned (nodes {', '.join(NODES)})")
+    assert told.value.hint == f"`dsec cluster serve {NODES[0]}` lets node {NODES[0]} take new sandboxes again"
+
+    for node in NODES:
+        await cluster.state.registry.delete(Bucket.NODES, node)
+    await until(lambda: all(view.card is None for view in cluster.view))
+    await cluster.clock.advance(7)
+    with pytest.raises(CapacityError, match=r"it is away, for 7 s \(nodes"):
+        await cluster.create()
+
+    for node in NODES:
+        await want(cluster.state.registry, node, Wanted.RETIRE)
+    await until(lambda: cluster.one.closed() == {})
+    with pytest.raises(CapacityError, match=r"sandbox now$"):
+        await cluster.create()
+
+
+async def test_an_environment_that_only_a_cordoned_node_has_is_there(cluster: Cluster) -> None:
+    entry = await cluster.state.registry.get(Bucket.NODES, NODES[3])
+    assert entry is not None
+    card = msgspec.structs.replace(unpack(entry.value, Card), images=("base",))
+    await cluster.state.registry.put(Bucket.NODES, NODES[3], pack(card))
+    await want(cluster.state.registry, NODES[3], Wanted.CORDON)
+    await until(lambda: any(view.card and view.card.images and view.ruling.note == "" for view in cluster.view))
+    await until(lambda: not cluster.view.find(NODES[3]).takes_new(cluster.clock.monotonic_s()))  # type: ignore[union-attr]
+    for node in cluster.nodes:
+        node.fails = [EnvironmentNotFoundError("not here", hint="build it")]
+
+    with pytest.raises(CapacityError, match=f"'base' is on node {NODES[3]} only, and nothing new goes there") as told:
+        await cluster.create()
+
+    assert told.value.message.endswith("it is cordoned")
+    assert str(told.value.hint).startswith(f"`dsec cluster serve {NODES[3]}`")
 
 
 async def test_labels_choose_the_node_and_what_no_node_has_is_unsupported(cluster: Cluster) -> None:
@@ -156,7 +198,8 @@ async def test_an_environment_that_no_node_has_may_be_on_one_that_is_away(cluste
         cluster.beat(node)
     with pytest.raises(EnvironmentNotFoundError) as told:
         await cluster.create()
-    assert told.value.hint == f"it may be on nodes that do not answer now ({NODES[3]}); build it"
+    late = "it is late: nothing was heard of it for 6 s"
+    assert told.value.hint == f"it may be where nothing new goes now (node {NODES[3]}: {late}); build it"
 
 
 async def test_what_overflows_goes_to_nodes_of_the_pool_and_is_refused_in_words(cluster: Cluster) -> None:

@@ -9,8 +9,9 @@ from typing import Any, Final, TypeVar
 
 from dsec.api.explaining import cap_verdict, caps_together, group_places, node_verdicts
 from dsec.cluster.fleet import Fleet
+from dsec.cluster.placement import Refusal
 from dsec.cluster.rpc import Rpc
-from dsec.core.errors import DsecError, ForbiddenError, Outcome, QuotaError, UnavailableError
+from dsec.core.errors import DeadlineError, DsecError, ForbiddenError, Outcome, QuotaError, UnavailableError
 from dsec.core.ids import NodeId, SandboxId, node_of
 from dsec.core.spec import SandboxSpec
 from dsec.iam.directory import Directory
@@ -103,18 +104,19 @@ class Admission:
         """The same of a group: where each member would go, or which of them goes nowhere, and why."""
         turn = asyncio.Semaphore(_EXPLAINED_AT_ONCE)
 
-        async def one(name: str) -> tuple[Explanation, list[CreatePlan]]:
+        async def one(name: str) -> tuple[Explanation, list[CreatePlan], dict[NodeId, Refusal]]:
             async with turn:
                 return await self._explain(create_request(asked, name), caller)
 
         found = dict(zip(asked.members, await asyncio.gather(*map(one, asked.members)), strict=True))
-        members = {name: explanation for name, (explanation, _) in found.items()}
+        members = {name: explanation for name, (explanation, _, _) in found.items()}
         caps = caps_together(cap for explanation in members.values() for cap in explanation.caps)
         nodes, missing, why = group_places(
-            {name: plans for name, (_, plans) in found.items()},
+            {name: plans for name, (_, plans, _) in found.items()},
+            {name: explanation.spec for name, explanation in members.items()},
             caller.project,
             self._fleet.bursts,
-            self._fleet.closed(),
+            {node: why for _, _, closed in found.values() for node, why in closed.items()},
             linked=bool(asked.links),
         )
         forbidden = any(explanation.policy is not None for explanation in members.values())
@@ -128,25 +130,30 @@ class Admission:
             members=members,
         )
 
-    async def _explain(self, body: CreateRequest, caller: Caller) -> tuple[Explanation, list[CreatePlan]]:
-        request = PlanRequest(create=body)
+    async def _explain(
+        self, body: CreateRequest, caller: Caller
+    ) -> tuple[Explanation, list[CreatePlan], dict[NodeId, Refusal]]:
+        """With why nothing new goes to nodes, of those that do not answer, too."""
+        request, asked = PlanRequest(create=body), self._fleet.nodes()
         answers = await asyncio.gather(
-            *(self._plan(node, request, caller, None) for node in self._fleet.nodes()), return_exceptions=True
+            *(self._plan(node, request, caller, None) for node in asked), return_exceptions=True
         )
         plans = [answer for answer in answers if isinstance(answer, CreatePlan)]
+        closed = {
+            node: Refusal("unavailable", f"it does not answer: {answer.message}", answer.hint)
+            for node, answer in zip(asked, answers, strict=True)
+            if isinstance(answer, (UnavailableError, DeadlineError))
+        } | dict(self._fleet.closed())
         if not plans:
-            raise next(
-                (error for error in answers if isinstance(error, BaseException)),
-                UnavailableError("no node of the cluster is there", outcome=Outcome.UNCHANGED, retry_after_s=1.0),
-            )
-        spec, rules = plans[0].spec, self._directory.rules(caller.project)
+            self._check_explainable(body, [answer for answer in answers if isinstance(answer, BaseException)], closed)
+        spec, rules = plans[0].spec if plans else body.spec, self._directory.rules(caller.project)
         policy = None
         try:
             check_policies(spec, rules.policies)
         except ForbiddenError as error:
             policy = body_of(error)
         caps = [cap_verdict(use, spec) for use in await self.ledger.uses(rules.quotas)]
-        nodes = node_verdicts(plans, spec, caller.project, self._fleet.bursts, self._fleet.closed())
+        nodes = node_verdicts(plans, spec, caller.project, self._fleet.bursts, closed)
         explanation = Explanation(
             project=caller.project,
             would_be_made=policy is None and all(cap.fits for cap in caps) and any(node.fits for node in nodes),
@@ -155,7 +162,21 @@ class Admission:
             caps=caps,
             nodes=nodes,
         )
-        return explanation, plans
+        return explanation, plans, closed
+
+    def _check_explainable(
+        self, body: CreateRequest, errors: list[BaseException], closed: dict[NodeId, Refusal]
+    ) -> None:
+        """Raises what is wrong where no node has said what it would do, and that is no answer by itself."""
+        wrong = [error for error in errors if not isinstance(error, (UnavailableError, DeadlineError))]
+        if wrong:
+            raise wrong[0]
+        if body.snapshot is not None or not closed:
+            first = next(iter(closed.items()), None)
+            text = "no node of the cluster is there" + (f": node {first[0]}: {first[1].text}" if first else "")
+            raise UnavailableError(
+                text, outcome=Outcome.UNCHANGED, hint=first[1].hint if first else None, retry_after_s=1.0
+            )
 
     async def check_ttl(self, sandbox: SandboxId, ttl_running_s: float | None, caller: Caller) -> None:
         """Raises ForbiddenError."""

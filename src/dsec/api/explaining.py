@@ -13,6 +13,7 @@ from dsec.cluster.placement import (
     Burst,
     Candidate,
     Overlay,
+    Refusal,
     ask_of,
     choose,
     fullness,
@@ -57,22 +58,22 @@ def node_verdicts(
     spec: SandboxSpec,
     project: str = "",
     bursts: Sequence[Burst] = (),
-    closed: Mapping[str, str] | None = None,
+    closed: Mapping[NodeId, Refusal] | None = None,
 ) -> list[NodeVerdict]:
     """Placement proposes by what is known of the nodes, and each node has said what it would decide. `closed`: why
-    nothing new goes to some, whatever they say."""
+    nothing new goes to some, whatever they say, and whether or not they have said something."""
     closed = closed or {}
     ask, overlay = ask_of(spec, project), Overlay()
-    nodes = {plan.node: _candidate(plan, ask.image, bursts, closed.get(plan.node)) for plan in plans}
+    nodes = {NodeId(plan.node): _candidate(plan, ask.image, bursts, closed.get(NodeId(plan.node))) for plan in plans}
     refused = spilling(list(nodes.values()), ask, overlay, bursts) | refusals(nodes.values(), ask, overlay)
-    able = [nodes[plan.node] for plan in plans if plan.refused is None and NodeId(plan.node) not in refused]
+    able = [nodes[NodeId(plan.node)] for plan in plans if plan.refused is None and NodeId(plan.node) not in refused]
     best = choose(able, ask, overlay=overlay, rng=random.Random(_SEED), bursts=bursts)
     found = []
     for plan in plans:
-        node, why = nodes[plan.node], refused.get(NodeId(plan.node))
+        node, why = nodes[NodeId(plan.node)], refused.get(NodeId(plan.node))
         reason = None if why is None else why.code
         text = None if why is None else why.text
-        hint: str | None = None
+        hint = None if why is None else why.hint
         if plan.refused is not None:  # the node knows more of itself than anybody else
             reason, text, hint = reason or plan.refused.code, plan.refused.message, plan.refused.hint
         found.append(
@@ -86,24 +87,29 @@ def node_verdicts(
                 chosen=best is node,
             )
         )
+    for unasked in sorted(closed.keys() - nodes.keys()):
+        gone = closed[unasked]
+        found.append(NodeVerdict(node=unasked, fits=False, reason=gone.code, text=gone.text, hint=gone.hint))
     return found
 
 
 def group_places(
     plans: Mapping[str, Sequence[CreatePlan]],
+    specs: Mapping[str, SandboxSpec],
     project: str,
     bursts: Sequence[Burst] = (),
-    closed: Mapping[str, str] | None = None,
+    closed: Mapping[NodeId, Refusal] | None = None,
     *,
     linked: bool,
 ) -> tuple[dict[str, str], str | None, str | None]:
     """Member → node; or the one that has none, and why. `plans`: what each node says of each member alone."""
-    asks = {name: ask_of(found[0].spec, project) for name, found in plans.items()}
+    closed = closed or {}
+    asks = {name: ask_of(spec, project) for name, spec in specs.items()}
     of_substrate = {asks[name].substrate: found for name, found in plans.items()}
 
     def nodes_for(ask: Ask) -> list[Candidate]:
         found = of_substrate[ask.substrate]
-        return [_candidate(plan, ask.image, bursts, (closed or {}).get(plan.node)) for plan in found]
+        return [_candidate(plan, ask.image, bursts, closed.get(NodeId(plan.node))) for plan in found]
 
     refused = {
         name: {NodeId(plan.node): plan.refused.message for plan in found if plan.refused is not None}
@@ -115,7 +121,8 @@ def group_places(
         return {name: str(node) for name, node in places.items()}, None, None
     nodes, ask, beside = spread.why_not(places)
     reasons = spilling(nodes, ask, beside, bursts) | refusals(nodes, ask, beside)
-    texts = {node: reason.text for node, reason in reasons.items()} | refused[places]
+    texts = {node: f"node {node}: {reason.text}" for node, reason in closed.items()}
+    texts |= {node: reason.text for node, reason in reasons.items() if node not in closed} | refused[places]
     why = "; ".join(sorted(set(texts.values()))[:_NAMED_MAX])
     return {}, places, f"the group fits on no node, and over several there is none for {places}: {why}"
 
@@ -134,7 +141,7 @@ def caps_together(found: Iterable[CapVerdict]) -> list[CapVerdict]:
     return list(sums.values())
 
 
-def _candidate(plan: CreatePlan, image: str | None, bursts: Sequence[Burst], closed: str | None) -> Candidate:
+def _candidate(plan: CreatePlan, image: str | None, bursts: Sequence[Burst], closed: Refusal | None) -> Candidate:
     facts = plan.facts
     return Candidate(
         NodeId(plan.node),
@@ -144,7 +151,8 @@ def _candidate(plan: CreatePlan, image: str | None, bursts: Sequence[Burst], clo
         labels=facts.labels,
         devices=facts.devices,
         pool=pool_of(facts.labels, bursts),
-        closed=closed,
+        closed=None if closed is None else closed.text,
+        remedy=None if closed is None else closed.hint,
         images=(image,) if facts.has_environment and image is not None else (),
         used=facts.used,
         room=facts.room,

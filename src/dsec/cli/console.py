@@ -12,7 +12,7 @@ import typer
 from dsec.cli.completion import complete_sandbox
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 
     from dsec.core.errors import DsecError
     from dsec.sdk.client import AsyncClient
@@ -112,6 +112,17 @@ def say(text: str) -> None:
 
 def without(nodes: Sequence[str]) -> str:
     return f"without {', '.join(nodes)}, which {'does' if len(nodes) == 1 else 'do'} not answer"
+
+
+async def of_cluster(client: AsyncClient) -> bool:
+    """Whether what answers stands before several nodes, and so what is on one says which."""
+    return not (await client.health()).node
+
+
+def warn_of(silent: Collection[str]) -> None:
+    """Of a list that lacks what is on these nodes."""
+    if silent:
+        complain(f"warning: these nodes did not answer, and theirs are not here: {', '.join(sorted(silent))}")
 
 
 def complain(text: str) -> None:

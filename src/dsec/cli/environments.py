@@ -10,7 +10,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsec.cli.completion import complete_environment
-from dsec.cli.console import Json, OnNode, age, clean, client, for_each, put_json, run_async, say, settings, table, when
+from dsec.cli.console import (
+    Json,
+    OnNode,
+    age,
+    clean,
+    client,
+    for_each,
+    of_cluster,
+    put_json,
+    run_async,
+    say,
+    settings,
+    table,
+    warn_of,
+    when,
+)
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
@@ -174,9 +189,11 @@ def list_(node: OnNode = None, json: Json = False) -> None:
     from dsec.core.units import format_size
 
     async def work() -> None:
+        silent: set[str] = set()
         async with client() as c:
-            found = await c.environments.list()
-            several = len({node for e in found for node in e.nodes}) > 1
+            found = await c.environments.list(missing=silent)
+            several = bool(silent) or len({node for e in found for node in e.nodes}) > 1 or await of_cluster(c)
+        warn_of(silent)
         if settings.json:
             put_json(found)
             return

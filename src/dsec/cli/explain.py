@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from dsec.cli.completion import complete_environment
-from dsec.cli.console import Json, client, lay_out, parse_pairs, put_json, run_async, settings
+from dsec.cli.console import Json, clean, client, lay_out, parse_pairs, put_json, run_async, settings
 from dsec.cli.options import (
     Cpu,
     Datasets,
@@ -26,6 +26,8 @@ from dsec.cli.volumes import mounts
 
 if TYPE_CHECKING:
     from dsec.wire.plans import CapVerdict, Explanation
+
+_HINTS_MAX: Final = 3
 
 
 def explain(
@@ -100,7 +102,11 @@ def _lines(found: Explanation) -> list[str]:
         )
         for node in found.nodes
     ]
-    return [*lines, *lay_out(("NODE", "FULL", ""), rows_of_nodes)]
+    lines += lay_out(("NODE", "FULL", ""), rows_of_nodes)
+    if not any(node.fits for node in found.nodes):
+        hints = dict.fromkeys(node.hint for node in found.nodes if node.hint is not None)
+        lines += [f"try: {clean(hint)}" for hint in list(hints)[:_HINTS_MAX]]
+    return lines
 
 
 def _figures(cap: CapVerdict) -> tuple[str, str, str, str]:

@@ -13,7 +13,6 @@ from dsec.cli.console import (
     Json,
     age,
     client,
-    complain,
     find_id,
     parse_pairs,
     put_json,
@@ -21,6 +20,7 @@ from dsec.cli.console import (
     say,
     settings,
     table,
+    warn_of,
 )
 from dsec.cli.options import (
     Cpu,
@@ -162,8 +162,7 @@ def ls(
         async with client() as c:
             states = _STATES if all else ()
             found = await c.list(labels=parse_pairs(label, "label"), name=name, job=job, states=states, missing=silent)
-        if silent:
-            complain(f"warning: these nodes did not answer, and theirs are not here: {', '.join(sorted(silent))}")
+        warn_of(silent)
         if settings.json:
             put_json([sandbox.info for sandbox in found])
             return
@@ -248,7 +247,9 @@ def rm(
                     say("nothing was destroyed")
                 raise
             if label or all:
-                ids += [s.id for s in await c.list(labels=parse_pairs(label, "label"))]
+                silent: set[str] = set()
+                ids += [s.id for s in await c.list(labels=parse_pairs(label, "label"), missing=silent)]
+                warn_of(silent)
             for id in dict.fromkeys(ids):
                 await (await c.get(id)).destroy()
                 if not settings.json:

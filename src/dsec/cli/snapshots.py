@@ -16,11 +16,13 @@ from dsec.cli.console import (
     client,
     find_id,
     for_each,
+    of_cluster,
     put_json,
     run_async,
     say,
     settings,
     table,
+    warn_of,
     when,
 )
 from dsec.cli.machines import export_disk
@@ -71,16 +73,26 @@ def list_(
     from dsec.core.units import format_size
 
     async def work() -> None:
+        silent: set[str] = set()
         async with client() as c:
-            found = await c.snapshots.list(sandbox=of)
+            found = await c.snapshots.list(sandbox=of, missing=silent)
+            nodes = {snapshot.info.node for snapshot in found}
+            several = bool(silent) or len(nodes) > 1 or await of_cluster(c)
+        warn_of(silent)
         if settings.json:
             put_json([snapshot.info for snapshot in found])
             return
         rows = [
-            (info.name, info.sandbox, format_size(info.size_bytes), age(time.time() - info.created_at))
+            (
+                info.name,
+                info.sandbox,
+                format_size(info.size_bytes),
+                age(time.time() - info.created_at),
+                *([info.node or ""] if several else []),
+            )
             for info in (snapshot.info for snapshot in found)
         ]
-        table(("NAME", "SANDBOX", "SIZE", "AGE"), rows)
+        table(("NAME", "SANDBOX", "SIZE", "AGE", *(["NODE"] if several else [])), rows)
 
     run_async(work())
 

@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from dsec.cli.console import Json, age, clean, client, lay_out, parse_pairs, put_json, run_async, settings
+from dsec.cli.console import (
+    Json,
+    age,
+    clean,
+    client,
+    lay_out,
+    parse_pairs,
+    put_json,
+    run_async,
+    settings,
+    warn_of,
+    without,
+)
 from dsec.cli.options import Labels
 from dsec.cli.pages import command
 
@@ -71,6 +83,7 @@ def top(
             await looks.look(c)
             await _pause(_FIRST_LOOK_S)
             rows = ordered(await looks.look(c), sort)
+        warn_of(looks.silent)
         if settings.json:
             put_json([asdict(row) for row in rows])
             return
@@ -92,9 +105,12 @@ class Looks:
     def __init__(self, *, labels: dict[str, str]) -> None:
         self._labels = labels
         self._before: dict[str, Metrics] = {}
+        self.silent: set[str] = set()  # nodes that did not answer the last look
 
     async def look(self, client: AsyncClient) -> list[Row]:
-        found = [sandbox.info for sandbox in await client.list(labels=self._labels, metrics=True)]
+        self.silent = set()
+        listed = await client.list(labels=self._labels, metrics=True, missing=self.silent)
+        found = [sandbox.info for sandbox in listed]
         before = self._before
         self._before = {info.id: info.metrics for info in found if info.metrics is not None}
         at = time.time()
@@ -189,9 +205,10 @@ async def _live(client: AsyncClient, looks: Looks, sort: str, interval: float) -
             while True:
                 if (left := due - time.monotonic()) <= 0:
                     try:
-                        rows, said = await looks.look(client), ""
+                        rows = await looks.look(client)
+                        said = without(sorted(looks.silent)) if looks.silent else ""
                     except UnavailableError as error:
-                        said = error.message
+                        said = f"no answer: {error.message}"
                     left = interval if due else min(interval, _FIRST_LOOK_S)
                     due = time.monotonic() + left
                 _draw(ordered(rows, sort), sort, said)
@@ -233,8 +250,7 @@ def _draw(rows: list[Row], sort: str, said: str) -> None:
     import shutil
 
     size = shutil.get_terminal_size()
-    head = said and f"no answer: {said}"
-    head = head or f"{len(rows)} sandboxes by {sort}; keys: {' '.join(name[0] for name in _SORTS)} sort, q ends"
+    head = said or f"{len(rows)} sandboxes by {sort}; keys: {' '.join(name[0] for name in _SORTS)} sort, q ends"
     lines = [head, *lay_out(_HEADINGS, map(_cells, rows))][: max(size.lines, 2)]
     shown = "\x1b[K\r\n".join(clean(line)[: size.columns] for line in lines)
     sys.stdout.write(f"\x1b[H{shown}\x1b[K\x1b[J")

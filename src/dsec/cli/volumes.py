@@ -7,7 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsec.cli.console import Json, age, clean, client, for_each, put_json, run_async, settings, table, when
+from dsec.cli.console import (
+    Json,
+    age,
+    clean,
+    client,
+    for_each,
+    of_cluster,
+    put_json,
+    run_async,
+    settings,
+    table,
+    warn_of,
+    when,
+)
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
@@ -55,12 +68,14 @@ def list_(json: Json = False) -> None:
     """List the volumes, and the node's datasets."""
 
     async def work() -> None:
+        silent: set[str] = set()
         async with client() as c:
-            found = await c.volumes.list()
+            found = await c.volumes.list(missing=silent)
+            several = bool(silent) or len({volume.node for volume in found}) > 1 or await of_cluster(c)
+        warn_of(silent)
         if settings.json:
             put_json(found)
             return
-        several = len({volume.node for volume in found}) > 1
         rows = [(*_row(volume), *([volume.node or ""] if several else [])) for volume in found]
         table(("NAME", "KIND", "PROJECT", "SIZE", "USED", "AGE", "USED BY", *(["NODE"] if several else [])), rows)
 

@@ -58,7 +58,8 @@ def _candidate(view: NodeView, ask: Ask, now: float, bursts: Sequence[Burst]) ->
         devices=card.devices,
         images=card.images,
         pool=pool_of(card.labels, bursts) if bursts else MAIN_POOL,
-        closed=view.closed(now),
+        closed=(closed := view.closed(now)),
+        remedy=None if closed is None else view.remedy(now),
         used=used,
         room={name: most for name, most in room.items() if most},  # 0: it has not said
     )

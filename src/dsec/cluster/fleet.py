@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from dsec.cluster.placement import Burst
+from dsec.cluster.placement import Burst, Refusal
 from dsec.cluster.queue import CreateQueue, Patience
 from dsec.cluster.rpc import Rpc
 from dsec.core.clock import Clock, SystemClock
@@ -65,8 +65,8 @@ class Fleet(Protocol):
         """All on which there may be sandboxes now."""
         ...
 
-    def closed(self) -> Mapping[str, str]:
-        """Those of them that get nothing new now, and why."""
+    def closed(self) -> Mapping[NodeId, Refusal]:
+        """Those that get nothing new now, and why: also nodes that cannot be asked, and may come back."""
         ...
 
     async def node_of_key(self, project: str, key: str) -> NodeId | None:
@@ -147,7 +147,7 @@ class OneNode:
     def nodes(self) -> Sequence[NodeId]:
         return (self._node,)
 
-    def closed(self) -> Mapping[str, str]:
+    def closed(self) -> Mapping[NodeId, Refusal]:
         return {}
 
     async def node_of_key(self, project: str, key: str) -> NodeId | None:

@@ -51,7 +51,10 @@ def inspector(project: str) -> Caller:
 
 def held_alone(full: CapacityError, node: NodeId) -> CapacityError:
     return CapacityError(
-        f"what it names is on node {node}: {full.message}", retry_after_s=full.retry_after_s, detail=full.detail
+        f"what it names is on node {node}: {full.message}",
+        hint=full.hint,
+        retry_after_s=full.retry_after_s,
+        detail=full.detail,
     )
 
 

@@ -29,6 +29,7 @@ from dsec.cluster.placement import (
     spilling,
 )
 from dsec.cluster.queue import CreateQueue, Patience, Vetoes
+from dsec.cluster.refused import closed_nodes, maybe_there, no_node, only_there
 from dsec.cluster.registry import Registry
 from dsec.cluster.rpc import Rpc
 from dsec.cluster.spreading import Spread
@@ -40,6 +41,7 @@ from dsec.core.errors import (
     ConflictError,
     DeadlineError,
     DsecError,
+    EnvironmentNotFoundError,
     IdempotencyError,
     InvalidArgumentError,
     NodeRetiredError,
@@ -69,8 +71,6 @@ _LIST_S: Final = 5.0  # for one node: one that does not answer is named, and not
 _ANYWHERE: Final = frozenset((Method.CALL, Method.CALL_TYPES))
 # A refusal of the node itself: it has nothing of this create.
 _REFUSALS: Final = (CapacityError, NotFoundError, UnsupportedError)
-_LASTING: Final = frozenset(("node", "substrate", "network", "feature", "device", "label"))
-_NAMED_MAX: Final = 5
 _COMES_BACK: Final = (NodeState.AWAY, NodeState.LOST)
 _AWAY_S: Final = 5.0
 
@@ -143,11 +143,8 @@ class ManyNodes:
                 f"the create was not done within {timeout_s:g} s", hint="ask again with the same Idempotency-Key"
             ) from error
 
-    def away(self) -> list[NodeId]:
-        """Those that do not answer, and may again."""
-        now = self._clock.monotonic_s()
-        silent = (NodeState.SUSPECT, NodeState.AWAY, NodeState.LOST)
-        return [view.id for view in self._nodes if view.member is not None and view.state(now) in silent]
+    def only_there(self, request: CreateRequest, tried: set[NodeId]) -> CapacityError | None:
+        return only_there(request.spec.environment.base, self._nodes, tried, self.closed())
 
     async def node_of_key(self, project: str, key: str) -> NodeId | None:
         return await self._operations.node_of(project, key)
@@ -156,10 +153,8 @@ class ManyNodes:
         now = self._clock.monotonic_s()
         return [view.id for view in self._nodes if view.state(now) in (NodeState.LIVE, NodeState.SUSPECT)]
 
-    def closed(self) -> Mapping[str, str]:
-        now = self._clock.monotonic_s()
-        found = {str(view.id): view.closed(now) for view in self._nodes}
-        return {node: why for node, why in found.items() if why is not None}
+    def closed(self) -> Mapping[NodeId, Refusal]:
+        return closed_nodes(self._nodes, self._clock.monotonic_s())
 
     def silent(self) -> Sequence[NodeId]:
         now = self._clock.monotonic_s()
@@ -189,7 +184,7 @@ class ManyNodes:
         if found is None:
             self._check_named(ask.node, now)
             there = spilling(candidates, ask, self._overlay, bursts) if bursts else {}
-            raise _no_node(there | refusals(candidates, ask, self._overlay), ask, tried)
+            raise no_node(there | refusals(candidates, ask, self._overlay), ask, tried, self.closed())
         if counts:
             self._overlay.add(found.id, ask, now)
         return found.id
@@ -233,7 +228,7 @@ class ManyNodes:
         self._check_named(asks[found].node, now)
         nodes, ask, beside = spread.why_not(found)
         there = spilling(nodes, ask, beside, self.bursts) if self.bursts else {}
-        error = _no_node(there | refusals(nodes, ask, beside), ask, set(refused.get(found, ())))
+        error = no_node(there | refusals(nodes, ask, beside), ask, set(refused.get(found, ())), self.closed())
         error.message = f"the group fits on no node, and over several there is none for {found}: {error.message}"
         error.detail = {**error.detail, "member": found}
         raise error
@@ -537,9 +532,11 @@ class _Create:
                 return self._choose(self._tried)
             except CapacityError:
                 pass  # the node's own word says more
-        if isinstance(error, NotFoundError) and (away := self._fleet.away()):
-            names = ", ".join(sorted(away)[:_NAMED_MAX])
-            error.hint = f"it may be on nodes that do not answer now ({names}); {error.hint or 'ask again later'}"
+        if isinstance(error, NotFoundError):
+            there = self._fleet.only_there(self._request, self._tried)
+            if isinstance(error, EnvironmentNotFoundError) and there is not None:
+                return await self._wait(there)
+            maybe_there(error, self._tried, self._fleet.closed())
         if not isinstance(error, CapacityError):
             raise error
         return await self._wait(error)
@@ -565,21 +562,6 @@ def _is_refusal(error: DsecError, *, first: bool) -> bool:
     if isinstance(error, (NodeRetiredError, *_REFUSALS)):
         return True
     return first and isinstance(error, UnavailableError) and error.outcome == Outcome.UNCHANGED
-
-
-def _no_node(reasons: Mapping[NodeId, Refusal], ask: Ask, tried: set[NodeId]) -> DsecError:
-    if ask.node is not None and reasons and ask.node not in reasons and not tried:
-        return UnsupportedError(
-            f"node {ask.node}, which was asked for, is not in this cluster",
-            hint="`dsec cluster nodes` lists its nodes",
-        )
-    texts = sorted({reason.text for reason in reasons.values()})
-    text = f"no node takes a new {ask.substrate} sandbox now" + (f": {'; '.join(texts[:3])}" if texts else "")
-    if reasons and not tried and all(reason.code in _LASTING for reason in reasons.values()):
-        return UnsupportedError(text)
-    if reasons and not tried and all(reason.code in (*_LASTING, "size") for reason in reasons.values()):
-        return CapacityError(text, hint="ask for less", detail={"never": True})
-    return CapacityError(text + (f"; {len(tried)} have refused it" if tried else ""), retry_after_s=1.0)
 
 
 def _fullness(view: NodeView) -> float:

@@ -57,6 +57,7 @@ class Candidate:
     images: Collection[str] = ()
     pool: str = MAIN_POOL
     closed: str | None = None  # why it takes nothing new: cordoned, suspect, its disk is full
+    remedy: str | None = None  # what would open it
     used: Mapping[str, int] = field(default_factory=dict)
     room: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)  # of group: how many are there
@@ -69,6 +70,7 @@ class Refusal:
 
     code: str
     text: str
+    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ def why_not(node: Candidate, ask: Ask, overlay: Overlay) -> Refusal | None:
         if amount > node.room.get(dimension, amount):
             return Refusal("size", f"{amount} {dimension} are more than the {node.room[dimension]} that it has at all")
     if node.closed is not None:
-        return Refusal("closed", node.closed)
+        return Refusal("closed", node.closed, node.remedy)
     if ask.apart and ask.group is not None and _of_group(node, ask.group, overlay):
         return Refusal("apart", f"one of the group {ask.group!r} is there already")
     for dimension, amount in ask.amounts.items():

@@ -61,9 +61,13 @@ class AsyncEnvironments:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    async def list(self) -> list[EnvironmentInfo]:
-        """All of them, by name."""
-        return (await self._transport.call("GET", "/environments", EnvironmentPage)).environments
+    async def list(self, *, missing: set[str] | None = None) -> list[EnvironmentInfo]:
+        """All of them, by name. Nodes of a cluster that did not answer are added to
+        `missing`."""
+        page = await self._transport.call("GET", "/environments", EnvironmentPage)
+        if missing is not None:
+            missing.update(page.missing)
+        return page.environments
 
     async def get(self, name: str) -> EnvironmentInfo:
         """One of them. Raises EnvironmentNotFoundError."""

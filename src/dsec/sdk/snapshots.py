@@ -93,14 +93,19 @@ class AsyncSnapshots:
         self._client = client
         self._transport = transport
 
-    async def list(self, *, sandbox: str | None = None, max_items: int = 10_000) -> list[AsyncSnapshot]:
-        """In the order in which they were made; with `sandbox` only those of this one, by its id."""
+    async def list(
+        self, *, sandbox: str | None = None, max_items: int = 10_000, missing: set[str] | None = None
+    ) -> list[AsyncSnapshot]:
+        """In the order in which they were made; with `sandbox` only those of this one, by its id. Nodes of a cluster
+        that did not answer are added to `missing`."""
         found: list[AsyncSnapshot] = []
         cursor: str | None = None
         while len(found) < max_items:
             query = encode_query({"sandbox": sandbox, "limit": min(limits.LIST_PAGE_MAX, max_items), "cursor": cursor})
             page = await self._transport.call("GET", f"/snapshots?{query}", SnapshotPage)
             found += [AsyncSnapshot(self._client, info) for info in page.snapshots]
+            if missing is not None:
+                missing.update(page.missing)
             if page.next is None or page.next == cursor:
                 break
             cursor = page.next

@@ -454,9 +454,10 @@ class Screen(Blocking[AsyncScreen]):
 class Environments(Blocking[AsyncEnvironments]):
     """`client.environments`: what the service has, and how more are made."""
 
-    def list(self) -> list[EnvironmentInfo]:
-        """All of them, by name."""
-        return portal().run(self._async.list())
+    def list(self, *, missing: set[str] | None = None) -> list[EnvironmentInfo]:
+        """All of them, by name. Nodes of a cluster that did not answer are added to
+        `missing`."""
+        return portal().run(self._async.list(missing=missing))
 
     def get(self, name: str) -> EnvironmentInfo:
         """One of them. Raises EnvironmentNotFoundError."""
@@ -611,9 +612,10 @@ class Volumes(Blocking[AsyncVolumes]):
         """
         return portal().run(self._async.create(name, size=size, uid=uid, gid=gid))
 
-    def list(self) -> list[VolumeInfo]:
-        """Volumes of the caller's projects, then the node's datasets."""
-        return portal().run(self._async.list())
+    def list(self, *, missing: set[str] | None = None) -> list[VolumeInfo]:
+        """Volumes of the caller's projects, then the nodes' datasets. Nodes of a cluster that did not answer are added
+        to `missing`."""
+        return portal().run(self._async.list(missing=missing))
 
     def get(self, name: str, *, project: str | None = None) -> VolumeInfo:
         """One of them, with what it takes of the disk and which sandboxes have it. Raises VolumeNotFoundError."""
@@ -864,9 +866,14 @@ class Snapshot(Blocking[AsyncSnapshot]):
 class Snapshots(Blocking[AsyncSnapshots]):
     """`client.snapshots`: those of the caller's project, and of projects below it."""
 
-    def list(self, *, sandbox: str | None = None, max_items: int = 10000) -> list[Snapshot]:
-        """In the order in which they were made; with `sandbox` only those of this one, by its id."""
-        result: list[Snapshot] = wrap(portal().run(self._async.list(sandbox=sandbox, max_items=max_items)))
+    def list(
+        self, *, sandbox: str | None = None, max_items: int = 10000, missing: set[str] | None = None
+    ) -> list[Snapshot]:
+        """In the order in which they were made; with `sandbox` only those of this one, by its id. Nodes of a cluster
+        that did not answer are added to `missing`."""
+        result: list[Snapshot] = wrap(
+            portal().run(self._async.list(sandbox=sandbox, max_items=max_items, missing=missing))
+        )
         return result
 
     def get(self, name: str) -> Snapshot:

@@ -32,9 +32,13 @@ class AsyncVolumes:
         request = VolumeRequest(name=name, size_bytes=size_bytes, uid=uid, gid=gid)
         return await self._transport.call("POST", "/volumes", VolumeInfo, body=request, repeatable=True)
 
-    async def list(self) -> list[VolumeInfo]:
-        """Volumes of the caller's projects, then the node's datasets."""
-        return (await self._transport.call("GET", "/volumes", VolumePage)).volumes
+    async def list(self, *, missing: set[str] | None = None) -> list[VolumeInfo]:
+        """Volumes of the caller's projects, then the nodes' datasets. Nodes of a cluster that did not answer are added
+        to `missing`."""
+        page = await self._transport.call("GET", "/volumes", VolumePage)
+        if missing is not None:
+            missing.update(page.missing)
+        return page.volumes
 
     async def get(self, name: str, *, project: str | None = None) -> VolumeInfo:
         """One of them, with what it takes of the disk and which sandboxes have it. Raises VolumeNotFoundError."""

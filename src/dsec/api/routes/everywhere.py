@@ -44,7 +44,7 @@ async def snapshots(request: Request, query: SnapshotQuery) -> SnapshotPage:
     first, slash, inside = (query.cursor or "").partition("/")
     if not slash and len(nodes) == 1:
         first, inside = str(nodes[0]), query.cursor or ""
-    found, missing = SnapshotPage(), list[str]()
+    found, missing = SnapshotPage(), _silent(request)
     for index, node in enumerate(nodes):
         if node < first:
             continue
@@ -67,11 +67,11 @@ async def snapshots(request: Request, query: SnapshotQuery) -> SnapshotPage:
 async def _ask_all(
     request: Request, method: Method, record: Any, kind: type[T]
 ) -> tuple[list[tuple[NodeId, T]], list[str]]:
-    nodes = _nodes(request)
+    nodes, missing = _nodes(request), _silent(request)
     answers = await asyncio.gather(
         *(_ask(request, node, method, record, kind) for node in nodes), return_exceptions=True
     )
-    found, missing = list[tuple[NodeId, T]](), list[str]()
+    found = list[tuple[NodeId, T]]()
     for node, answer in zip(nodes, answers, strict=True):
         if isinstance(answer, _AWAY) and len(nodes) > 1:
             missing.append(str(node))
@@ -79,7 +79,7 @@ async def _ask_all(
             raise answer
         else:
             found.append((node, answer))
-    return found, missing
+    return found, sorted(missing)
 
 
 async def _ask(request: Request, node: NodeId, method: Method, record: Any, kind: type[T]) -> T:
@@ -94,3 +94,10 @@ def _nodes(request: Request) -> list[NodeId]:
     if named is not None:
         return [parse_node_id(named.decode("ascii", "replace"))]
     return sorted(request.services.fleet.nodes())
+
+
+def _silent(request: Request) -> list[str]:
+    """Of all that have something: those that are not even asked."""
+    if request.header(HEADER_NODE.lower().encode()) is not None:
+        return []
+    return sorted(map(str, request.services.fleet.silent()))

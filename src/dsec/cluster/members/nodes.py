@@ -26,6 +26,7 @@ T = TypeVar("T")
 SUSPECT_S: Final = 5.0  # ruling 30: five heartbeats missed
 FLOODS_S: Final = 60.0
 _RULING: Final = ".ruling"
+_RULED: Final = {Wanted.CORDON: "it is cordoned", Wanted.DRAIN: "it is being drained"}
 
 
 class NodeState(enum.StrEnum):
@@ -65,14 +66,29 @@ class NodeView:
 
     def closed(self, now: float) -> str | None:
         """Why it takes nothing new; None: it does."""
-        state = self.state(now)
-        if state != NodeState.LIVE:
-            return f"it is {state}"
+        match self.state(now):
+            case NodeState.LIVE:
+                pass
+            case NodeState.SUSPECT:
+                return f"it is late: nothing was heard of it for {now - self.heard_at:.0f} s"
+            case NodeState.AWAY:
+                since = "" if self.away_since is None else f", for {now - self.away_since:.0f} s"
+                return f"it is away{since}"
+            case state:
+                return f"it is {state}"
         if now < self.floods_until:
             return "it floods the cluster with messages"
         if self.ruling.wanted != Wanted.SERVE:
-            return f"an operator wants it to {self.ruling.wanted}"
+            return _RULED.get(self.ruling.wanted, f"an operator wants it to {self.ruling.wanted}")
         return None if self.admits else "it takes nothing new"
+
+    def remedy(self, now: float) -> str | None:
+        """What makes it take something new again, where people can."""
+        if self.state(now) in (NodeState.SUSPECT, NodeState.AWAY, NodeState.LOST):
+            return f"look after `dsec node` on the machine of node {self.id}: does it run, and reach NATS?"
+        if self.ruling.wanted in _RULED:
+            return f"`dsec cluster serve {self.id}` lets node {self.id} take new sandboxes again"
+        return None
 
     def takes_new(self, now: float) -> bool:
         return self.closed(now) is None
