@@ -114,6 +114,7 @@ if TYPE_CHECKING:
     from dsec.wire.environments import TarSource as TarSource
     from dsec.wire.groups import GroupInfo as GroupInfo
     from dsec.wire.groups import GroupLink as GroupLink
+    from dsec.wire.groups import GroupStep as GroupStep
     from dsec.wire.iam import Caps as Caps
     from dsec.wire.iam import Policy as Policy
     from dsec.wire.iam import Quota as Quota
@@ -209,6 +210,7 @@ _NAMES: Final[dict[str, str]] = {
     "Group": "dsec.sdk.sync",
     "GroupInfo": "dsec.wire.groups",
     "GroupLink": "dsec.wire.groups",
+    "GroupStep": "dsec.wire.groups",
     "Groups": "dsec.sdk.sync",
     "Job": "dsec.sdk.sync",
     "JobInfo": "dsec.wire.jobs",

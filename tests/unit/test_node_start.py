@@ -8,11 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dsec.agent.client import AgentClient
 from dsec.backends.fake.host import FakeHost
 from dsec.backends.fake.transfers import ECHO_PORT
 from dsec.core.errors import ConflictError, DsecError, InvalidArgumentError, LaunchError
 from dsec.core.ids import main_exec_id
 from dsec.core.spec import ReadyProbe
+from dsec.node.startup import Readiness
 from dsec.testing.clock import ManualClock
 from dsec.testing.nodes import FAKE_SPEC, FakeEnvironments, NodeClient, crash, fake_instance, fake_node, make_fake_node
 from dsec.testing.waiting import eventually
@@ -123,8 +125,8 @@ async def test_a_port_that_accepts_is_ready(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("probe", "why"),
     [
-        (ReadyProbe(shell="exit 7", interval_s=0.01, timeout_s=1.5), "the probe ended with exit code 7"),
-        (ReadyProbe(shell="sleep 60", interval_s=0.01, timeout_s=1.5), "no try has ended"),
+        (ReadyProbe(shell="exit 7", interval_s=0.01, timeout_s=1.5), r"its probe \(exit 7\) ended with exit code 7"),
+        (ReadyProbe(shell="sleep 60", interval_s=0.01, timeout_s=1.5), r"no try of its probe \(sleep 60\) has ended"),
         (ReadyProbe(argv=("no-such-program",), interval_s=0.01, timeout_s=1.5), "no-such-program"),
         (ReadyProbe(port=ECHO_PORT + 1, interval_s=0.01, timeout_s=1.5), "ECONNREFUSED|refused"),
     ],
@@ -167,6 +169,37 @@ async def test_the_creates_own_time_ends_the_wait_too(tmp_path: Path) -> None:
 
         assert failed.value.step == "ready"
         await assert_nothing_left(client)
+
+
+async def test_a_wait_that_its_caller_ends_tells_what_was_tried_last() -> None:
+    class Main:
+        live, kept_bytes = True, 0
+
+        async def ended(self) -> None:
+            await asyncio.Event().wait()
+
+        def __enter__(self) -> Main:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def read_all(self, channel: object) -> bytes:
+            return b""
+
+    class Client:
+        async def open_connection(self, args: object) -> object:
+            raise LaunchError("no route")
+
+    async def client() -> AgentClient:
+        return Client()  # type: ignore[return-value]
+
+    waiting = Readiness(ReadyProbe(port=5432, timeout_s=100), Main(), client)  # type: ignore[arg-type]
+
+    with pytest.raises(LaunchError, match=r"not ready within 0.19 s: its probe \(port 5432\): no route") as failed:
+        await waiting.wait("sbx_a", 0.2)
+
+    assert "longer timeout" in str(failed.value.hint)
 
 
 async def test_a_sandbox_that_dies_while_it_is_waited_for_leaves_nothing(tmp_path: Path) -> None:

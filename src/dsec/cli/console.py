@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+_SAID_LINES: Final = 5  # of each output of a program that ended before it was ready
+_SAID_WIDTH: Final = 200
 
 
 @dataclass(slots=True)
@@ -150,6 +152,11 @@ def fail(error: DsecError) -> None:
     for what, value in (("sandbox", error.sandbox), ("exec", error.exec), ("step", error.step)):
         if value and value not in error.message:
             complain(f"  {what}: {clean(value)}")
+    for name in ("stdout", "stderr"):
+        if lines := str(error.detail.get(name) or "").strip().splitlines()[-_SAID_LINES:]:
+            complain(f"  its last {name}:")
+            for line in lines:
+                complain(f"    {clean(line)[:_SAID_WIDTH]}")
     complain(f"  try: {clean(next_step(error))}")
 
 

@@ -13,6 +13,7 @@ from dsec.cli.console import (
     age,
     clean,
     client,
+    complain,
     for_each,
     lay_out,
     put_json,
@@ -26,7 +27,7 @@ from dsec.cli.pages import command
 
 if TYPE_CHECKING:
     from dsec.sdk.client import AsyncClient
-    from dsec.wire.groups import GroupInfo
+    from dsec.wire.groups import GroupInfo, GroupStep
     from dsec.wire.plans import GroupExplanation
 
 app = typer.Typer(help="Groups: sandboxes that reach each other by name.", no_args_is_help=True)
@@ -56,7 +57,12 @@ def up(
     async def work() -> GroupInfo:
         async with client() as c:
             group = await c.groups.from_compose(
-                path, name=name, profiles=profile or (), timeout_s=timeout, on_note=lambda note: say(clean(note))
+                path,
+                name=name,
+                profiles=profile or (),
+                timeout_s=timeout,
+                on_note=lambda note: say(clean(note)),
+                on_step=_tell,
             )
             return group.info
 
@@ -66,6 +72,16 @@ def up(
         return
     for member, id in info.members.items():
         print(f"{member} {id}")
+
+
+def _tell(step: GroupStep) -> None:
+    """On stderr, also with --json: stdout has the result alone."""
+    if settings.json:
+        from dsec.wire.codec import to_json
+
+        complain(to_json(step).decode())
+        return
+    say(clean(f"[{step.after_s:5.1f} s] {step.member + ': ' if step.member else ''}{' '.join(step.message.split())}"))
 
 
 def _path(file: Path | None, option: Path | None) -> Path:

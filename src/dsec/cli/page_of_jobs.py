@@ -42,7 +42,8 @@ JOBS: Final[dict[str, Page]] = {
     "group up": Page(
         "Services start in the order of depends_on; with a healthcheck a service counts as started when that succeeds. "
         "In each, the others' ports (ports, expose) are reached by their names. What of a file is not supported is an "
-        "error. Needs the Python package PyYAML.",
+        "error. What happens meanwhile is told on stderr; with --json each step is a GroupStep record on a line of its "
+        "own there. Needs the Python package PyYAML.",
         (
             ("dsec group up", "compose.yaml of this directory"),
             ("dsec group up -f shop.yaml --profile debug", "with the services of a profile"),

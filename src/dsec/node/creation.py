@@ -386,7 +386,7 @@ class Creation:
                     main = await _start(sandbox, program)
                     step = "ready"
                     if sandbox.row.spec.ready is not None:
-                        await Readiness(sandbox.row.spec.ready, main, sandbox.client).wait(sandbox.id)
+                        await Readiness(sandbox.row.spec.ready, main, sandbox.client).wait(sandbox.id, left_s())
                 step = "journal"
                 await sandbox.created(create_ms())
         except BaseException as error:

@@ -25,6 +25,8 @@ from dsec.wire.agent import ExecStatus
 from dsec.wire.frames import Channel
 from dsec.wire.records import ExecRequest
 
+_OF_CALLER = 0.95  # of the time that its caller waits: beside the rest of a create it is over first
+_SHOWN = 60  # characters of a probe in a message
 _OUTPUT_TOLD_BYTES = 2_000  # of each channel of a main that ended: nobody can ask for it afterwards
 
 
@@ -82,19 +84,29 @@ class Readiness:
         self._probe = probe
         self._main = main
         self._client = client
-        self._last = "no try has ended"
+        self._name = _shown(probe)
+        self._last = f"no try of its probe ({self._name}) has ended"
 
-    async def wait(self, sandbox: str) -> None:
-        """Raises LaunchError when main ends before or time is over, and what the channel raises once it is given up."""
+    async def wait(self, sandbox: str, within_s: float | None = None) -> None:
+        """Raises LaunchError when main ends before or time is over, and what the channel raises once it is given up.
+
+        `within_s`: all that its caller waits: a little before, what was tried last is told.
+        """
+        left_s = self._probe.timeout_s
+        if short := within_s is not None and within_s * _OF_CALLER < left_s:
+            left_s = (within_s or 0.0) * _OF_CALLER
         asking = asyncio.create_task(self._ask())
         ended = asyncio.create_task(self._main.ended())
         try:
-            await asyncio.wait({asking, ended}, timeout=self._probe.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asking, ended}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if not self._main.live:
                 raise _ended_early(self._main, sandbox)
             if not asking.done():
                 raise LaunchError(
-                    f"the sandbox was not ready within {self._probe.timeout_s:g} s: {self._last}",
+                    f"the sandbox was not ready within {left_s:.3g} s: {self._last}",
+                    hint="its time to start was over, and not that of its probe: give it a longer timeout"
+                    if short
+                    else None,
                     step="ready",
                     sandbox=sandbox,
                     detail=_output_of(self._main),
@@ -112,9 +124,8 @@ class Readiness:
                 if await self._try(client):
                     return
             except DsecError as error:  # it may be so only for now: a program, a port, or the channel is not there yet
-                self._last = " ".join(
-                    [error.message, *([str(error.detail["errno"])] if "errno" in error.detail else [])]
-                )
+                errno = f" {error.detail['errno']}" if "errno" in error.detail else ""
+                self._last = f"its probe ({self._name}): {error.message}{errno}"
             await asyncio.sleep(self._probe.interval_s)
 
     async def _try(self, client: AgentClient) -> bool:
@@ -122,7 +133,7 @@ class Readiness:
             async with await client.open_connection(agent.ConnectArgs(port=self._probe.port)):
                 return True
         end = await self._run(client)
-        self._last = f"the probe ended with {_how(end.status, end.code, end.signal, end.cause)}"
+        self._last = f"its probe ({self._name}) ended with {_how(end.status, end.code, end.signal, end.cause)}"
         return end.status == ExecStatus.EXITED and end.code == 0
 
     async def _run(self, client: AgentClient) -> agent.ExecEnd:
@@ -147,12 +158,19 @@ class Readiness:
         return stream.end
 
 
+def _shown(probe: ReadyProbe) -> str:
+    if probe.port is not None:
+        return f"port {probe.port}"
+    text = " ".join(" ".join(probe.argv or (probe.shell or "",)).split())
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
 def _ended_early(main: NodeExec, sandbox: str) -> LaunchError:
     info = main.info(sandbox)
     how = _how(info.status, info.exit_code, info.signal, info.cause)
     return LaunchError(
         f"the environment's program ended with {how} before the sandbox was ready",
-        hint="detail holds its last output",
+        hint="its last output is in the detail of this error",
         step="ready",
         sandbox=sandbox,
         detail=_output_of(main),

@@ -197,6 +197,8 @@ class AsyncEnvironments:
             try:
                 return await told(self._transport, path, request, on_event)
             except UnavailableError as error:
+                if "tried" in error.detail:
+                    raise  # by the service, often enough
                 # Asking for the same thing again joins what runs, or finds it done.
                 attempt += 1
                 await self._transport.pause(error, attempt, most=_ATTEMPTS_MAX)

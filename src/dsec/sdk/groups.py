@@ -15,8 +15,8 @@ from dsec.core.errors import InvalidArgumentError, NotFoundError, SandboxError
 from dsec.core.ids import parse_name
 from dsec.sdk.paging import all_pages
 from dsec.sdk.requests import as_list, as_mapping, make_spec
-from dsec.wire.environments import RegistrySource
-from dsec.wire.groups import GroupDown, GroupInfo, GroupLink, GroupMember, GroupPage, GroupRequest
+from dsec.sdk.starting import Story, followed, have_image
+from dsec.wire.groups import GroupDown, GroupInfo, GroupLink, GroupMember, GroupPage, GroupRequest, GroupStep
 from dsec.wire.plans import GroupExplanation
 
 if TYPE_CHECKING:
@@ -108,17 +108,20 @@ class AsyncGroups:
         links: Iterable[str | GroupLink] = (),
         name: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        on_step: Callable[[GroupStep], Any] | None = None,
     ) -> AsyncGroup:
         """A new group, all of whose sandboxes run; or an error, and nothing of it is left.
 
         `members`: name → arguments of `Sandbox.create`, with `environment` among them, and `after`: names of those that
         are to be started, and ready, before. `links`: "db:5432", or a `dsec.GroupLink`: in all others, or in those that
         it names, `db:5432` reaches that port of db. A member has the sandbox name GROUP-MEMBER unless it is given one.
-        `timeout_s` is for the start of each. The same again is success.
+        `timeout_s` is for the start of each; `on_step` hears each GroupStep of it. The same again is success.
         Raises ConflictError (another group or job of that name), and what `Sandbox.create` raises, with the member that
         failed in `detail["member"]`.
         """
-        return await self._start(_request(members, links, name, timeout_s))
+        request = _request(members, links, name, timeout_s)
+        async with followed(self._client, request.name, request.members, Story(on_step)):
+            return await self._start(request)
 
     async def explain(
         self,
@@ -158,13 +161,15 @@ class AsyncGroups:
         variables: Mapping[str, str] | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
         on_note: Callable[[str], Any] | None = None,
+        on_step: Callable[[GroupStep], Any] | None = None,
     ) -> AsyncGroup:
         """A group as a compose file describes it. `variables`: for `${NAME}` in it; default: this process' environment.
 
         `name`: default that of the file, or of its directory. Services with `profiles` are left out unless one of
         theirs is asked for. An `image` is an environment; one that is not there is pulled from its registry, for which
         the right admin is needed, and kept under its name. Named volumes are made (the
-        same). `on_note` hears what means less here, such as published ports. Whatever of the file cannot be had here is
+        same). `on_note` hears what means less here, such as published ports; `on_step` each GroupStep: images that are
+        pulled, members that start and are ready, and who is waited for. Whatever of the file cannot be had here is
         an InvalidArgumentError that names service and key. Raises what `create` raises; UnsupportedError without the
         package PyYAML.
         """
@@ -175,19 +180,16 @@ class AsyncGroups:
         if on_note is not None:
             for note in read.notes:
                 on_note(note)
+        story = Story(on_step)
         for image, environment in read.images.items():
-            await self._have_image(image, environment)
+            services = ", ".join(
+                name for name, one in request.members.items() if one.spec.environment.base == environment
+            )
+            await have_image(self._client, image, environment, services, story)
         for volume in read.volumes:
             await self._client.volumes.create(volume)
-        return await self._start(request)
-
-    async def _have_image(self, image: str, environment: str) -> None:
-        try:
-            if await self._client.environments.exists(environment):
-                return
-        except InvalidArgumentError:
-            return  # there are several nodes: that of the group says whether it has it
-        await self._client.environments.build(environment, RegistrySource(image))
+        async with followed(self._client, request.name, request.members, story):
+            return await self._start(request)
 
     async def get(self, name: str) -> AsyncGroup:
         """A group by its name, with its sandboxes. Raises NotFoundError."""

@@ -49,7 +49,7 @@ from dsec.wire.environments import (
     LayerUse,
 )
 from dsec.wire.events import Event
-from dsec.wire.groups import GroupInfo, GroupLink
+from dsec.wire.groups import GroupInfo, GroupLink, GroupStep
 from dsec.wire.iam import (
     AuditPage,
     GrantInfo,
@@ -1046,17 +1046,24 @@ class Groups(Blocking[AsyncGroups]):
         links: Iterable[str | GroupLink] = (),
         name: str | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
+        on_step: Callable[[GroupStep], Any] | None = None,
     ) -> Group:
         """A new group, all of whose sandboxes run; or an error, and nothing of it is left.
 
         `members`: name → arguments of `Sandbox.create`, with `environment` among them, and `after`: names of those that
         are to be started, and ready, before. `links`: "db:5432", or a `dsec.GroupLink`: in all others, or in those that
         it names, `db:5432` reaches that port of db. A member has the sandbox name GROUP-MEMBER unless it is given one.
-        `timeout_s` is for the start of each. The same again is success.
+        `timeout_s` is for the start of each; `on_step` hears each GroupStep of it. The same again is success.
         Raises ConflictError (another group or job of that name), and what `Sandbox.create` raises, with the member that
         failed in `detail["member"]`.
         """
-        result: Group = wrap(portal().run(self._async.create(members, links=links, name=name, timeout_s=timeout_s)))
+        result: Group = wrap(
+            portal().run_calling(
+                lambda bridge: self._async.create(
+                    members, links=links, name=name, timeout_s=timeout_s, on_step=bridge(on_step)
+                )
+            )
+        )
         return result
 
     def explain(
@@ -1091,13 +1098,15 @@ class Groups(Blocking[AsyncGroups]):
         variables: Mapping[str, str] | None = None,
         timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT,
         on_note: Callable[[str], Any] | None = None,
+        on_step: Callable[[GroupStep], Any] | None = None,
     ) -> Group:
         """A group as a compose file describes it. `variables`: for `${NAME}` in it; default: this process' environment.
 
         `name`: default that of the file, or of its directory. Services with `profiles` are left out unless one of
         theirs is asked for. An `image` is an environment; one that is not there is pulled from its registry, for which
         the right admin is needed, and kept under its name. Named volumes are made (the
-        same). `on_note` hears what means less here, such as published ports. Whatever of the file cannot be had here is
+        same). `on_note` hears what means less here, such as published ports; `on_step` each GroupStep: images that are
+        pulled, members that start and are ready, and who is waited for. Whatever of the file cannot be had here is
         an InvalidArgumentError that names service and key. Raises what `create` raises; UnsupportedError without the
         package PyYAML.
         """
@@ -1110,6 +1119,7 @@ class Groups(Blocking[AsyncGroups]):
                     variables=variables,
                     timeout_s=timeout_s,
                     on_note=bridge(on_note),
+                    on_step=bridge(on_step),
                 )
             )
         )

@@ -96,6 +96,16 @@ class GroupNote(msgspec.Struct, frozen=True, kw_only=True):
     members: dict[str, str] = {}  # name → sandbox, once all have been started
 
 
+class GroupStep(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One line of the story of a start: image, creating, running, waiting. `member`: also of several services, that
+    want an image."""
+
+    kind: str
+    message: str
+    member: str | None = None
+    after_s: float = 0.0  # since its beginning
+
+
 class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A group as its owner sees it. `state` is starting, or a job's; `sandboxes` is not in lists."""
 

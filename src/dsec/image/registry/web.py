@@ -172,7 +172,12 @@ class Patience:
         self._left -= 1
         asked = error.retry_after_s
         if self._left <= 0 or (asked or 0) > _PAUSE_S_MAX:
-            raise UnavailableError(str(error), retry_after_s=asked or 5.0) from error
+            raise UnavailableError(
+                str(error),
+                hint="the node asks it, not this client: does the node reach it, and is its name right?",
+                retry_after_s=asked or 5.0,
+                detail={"tried": self._tries},
+            ) from error
         pause: float = _PAUSE_S * 2 ** (self._tries - self._left - 1)
         self._sleep(max(asked or 0.0, min(pause, _PAUSE_S_MAX) * random.uniform(0.5, 1.0)))
 
