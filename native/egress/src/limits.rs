@@ -33,8 +33,8 @@ pub const PRIVATE_MAX: usize = 64;
 pub const CONNECTIONS: usize = 1024;
 /// Descriptors of a connection: two sockets, and a pipe each way while something waits in it.
 pub const FLOW_DESCRIPTORS: u64 = 6;
-/// Of a sandbox: four sockets, two for packets, link, process, poller and its place in the other, one in reserve.
-pub const SANDBOX_DESCRIPTORS: u64 = 11;
+/// Of a sandbox: four sockets, two for packets, link, process, two pollers and the place of each in another, one in reserve.
+pub const SANDBOX_DESCRIPTORS: u64 = 13;
 /// For everything else: the desk, pipes in reserve, what is open for a moment.
 pub const OTHER_DESCRIPTORS: u64 = 512;
 /// All together; what they hold in the kernel is bounded by it.

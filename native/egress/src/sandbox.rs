@@ -1,6 +1,7 @@
 //! One sandbox: what comes from its network, and what becomes of it. It is served in turns, each bounded, so that none keeps
 //! the others waiting.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
@@ -17,7 +18,7 @@ use crate::flow::{Flow, Moved, Stage};
 use crate::limits::{
     ACCEPTS_A_TURN, CONNECTIONS, CONNECTS_AT_ONCE, CONNECTS_A_SECOND, FLOWS_WIDE, FLOW_NAMES_MAX,
     FLOW_TURN_BYTES, LOOKS_AT_ONCE, NARROW_BYTES, PEEK_BYTES, QUESTIONS_AT_ONCE,
-    QUESTIONS_A_SECOND, TALK_IDLE, TURN_BYTES, UNSENT_BYTES,
+    QUESTIONS_A_SECOND, TALK_IDLE, UNSENT_BYTES,
 };
 use crate::network::{Family, Id, Sockets};
 use crate::peek::{look, Seen};
@@ -25,12 +26,13 @@ use crate::policy::{Destination, Name, Policy, Reason, Verdict};
 use crate::question::Question;
 use crate::rate::Bucket;
 use crate::shared::{Shared, Way};
-use crate::slab::{read_token, token, Key, Slab};
+use crate::slab::{token, Key, Slab};
 use crate::steering::DNS_PORT;
 use crate::talk::{Heard, Talk};
 use crate::wire::Counts;
 
 pub mod names;
+mod turn;
 
 const LISTENER: u64 = 0;
 const DATAGRAMS: u64 = 1;
@@ -38,6 +40,8 @@ const LISTENER_6: u64 = 2;
 const DATAGRAMS_6: u64 = 3;
 const FLOW: u64 = 4;
 const QUESTION: u64 = 5;
+/// The poller of what is served first.
+const FIRST: u64 = 6;
 /// Ports where those who share an address are told apart by a name in the first bytes.
 const NAMED_PORTS: [u16; 2] = [80, 443];
 
@@ -56,9 +60,14 @@ pub struct Sandbox {
     v4: Door,
     v6: Option<Door>,
     _link: OwnedFd,
+    /// Of its connections, what was ready and had no turn yet: it is served before what is ready then.
+    rest: VecDeque<Key>,
     /// In the server's poller, for as long as they are here.
     _outer: Source,
     _process: Source,
+    /// What comes in and questions, served in each turn however busy connections are; it is in the other one.
+    _first: Source,
+    first: Poller,
     poller: Poller,
 }
 
@@ -118,7 +127,11 @@ impl Sandbox {
         shared: &Shared,
     ) -> Result<Sandbox> {
         let poller = places.own;
-        let door = |family, kinds| Door::new(family, &poller, kinds).doing("waiting for a sandbox");
+        let first = Poller::new().doing("making a poller")?;
+        let descriptor = first.as_descriptor().doing("making a poller")?;
+        let mut in_own = Source::new(&poller, descriptor, FIRST << 60);
+        in_own.want(READ).doing("waiting for a sandbox")?;
+        let door = |family, kinds| Door::new(family, &first, kinds).doing("waiting for a sandbox");
         let v4 = door(sockets.v4, [LISTENER, DATAGRAMS])?;
         let v6 = sockets
             .v6
@@ -138,8 +151,11 @@ impl Sandbox {
             v4,
             v6,
             _link: sockets.link,
+            rest: VecDeque::new(),
             _outer: places.outer,
             _process: places.process,
+            _first: in_own,
+            first,
             poller,
         })
     }
@@ -202,30 +218,6 @@ impl Sandbox {
                 };
             if !stays {
                 self.cut(key, shared);
-            }
-        }
-    }
-
-    /// Serves some of what is ready.
-    pub fn turn(&mut self, shared: &mut Shared) {
-        let mut ready = Vec::new();
-        if let Err(error) = self.poller.wait(&mut ready, 0) {
-            eprintln!("dsec-egress: waiting for a sandbox: {error}");
-        }
-        let mut left = TURN_BYTES;
-        for event in ready {
-            let (kind, key) = read_token(event.token);
-            match kind {
-                LISTENER => self.accept(false, shared),
-                LISTENER_6 => self.accept(true, shared),
-                DATAGRAMS => self.take_questions(false, shared),
-                DATAGRAMS_6 => self.take_questions(true, shared),
-                FLOW => left = left.saturating_sub(self.advance(key, left, shared)),
-                QUESTION => self.hear(key, shared),
-                _ => {}
-            }
-            if left == 0 {
-                return; // the rest is still ready in the next turn
             }
         }
     }
@@ -363,7 +355,10 @@ impl Sandbox {
         time: Duration,
         shared: &mut Shared,
     ) -> Option<Key> {
-        let poller = &self.poller;
+        let poller = match stage {
+            Stage::Asking(_) => &self.first,
+            _ => &self.poller,
+        };
         let until = shared.now + time;
         let key = self.flows.insert_with(|key| {
             let client = Source::new(poller, socket, token(FLOW, key));

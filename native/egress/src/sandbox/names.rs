@@ -88,7 +88,7 @@ impl Sandbox {
         let Some(question) = self.questions.get_mut(key) else {
             return;
         };
-        match question.go_on(resolvers, &self.poller, token(QUESTION, key)) {
+        match question.go_on(resolvers, &self.first, token(QUESTION, key)) {
             Step::Waits => {}
             Step::Answered(answer) => self.answered(key, &answer, shared),
             Step::Failed => self.try_next(key, shared),
@@ -115,7 +115,7 @@ impl Sandbox {
             (Some(question), Ok(number)) => {
                 let now = shared.now;
                 let resolvers = shared.settings.resolvers(now);
-                question.ask(resolvers, number, &self.poller, token(QUESTION, key), now)
+                question.ask(resolvers, number, &self.first, token(QUESTION, key), now)
             }
         };
         if !asked {
