@@ -23,10 +23,6 @@ const HANDSHAKE: u8 = 22;
 const CLIENT_HELLO: u8 = 1;
 const SERVER_NAME: u16 = 0;
 const RECORD_BYTES_MAX: usize = 16 << 10;
-/// Of which one may end in a zero.
-const METHODS: [&[u8]; 9] = [
-    b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"CONNECT", b"TRACE",
-];
 /// A first line of HTTP is shorter.
 const LINE_BYTES_MAX: usize = 8 << 10;
 
@@ -161,11 +157,15 @@ fn request(bytes: &[u8], address: IpAddr) -> Seen {
     if bytes.is_empty() {
         return Seen::More;
     }
-    let Some(end) = bytes.iter().position(|byte| *byte == b'\n') else {
-        return match may_be_request(bytes) {
-            true if bytes.len() > LINE_BYTES_MAX => Seen::Unreadable,
-            true => Seen::More,
-            false => Seen::Nobody,
+    // By its first byte or by all of its first line, and never by a part of it: however it is cut, it is the same.
+    if !begins_request(bytes[0]) {
+        return Seen::Nobody;
+    }
+    let end = bytes.iter().position(|byte| *byte == b'\n');
+    let Some(end) = end.filter(|end| *end <= LINE_BYTES_MAX) else {
+        return match bytes.len() > LINE_BYTES_MAX {
+            true => Seen::Unreadable,
+            false => Seen::More,
         };
     };
     let line = trimmed(&bytes[..end]);
@@ -194,14 +194,10 @@ fn request(bytes: &[u8], address: IpAddr) -> Seen {
     Seen::Names(names)
 }
 
-/// Begins with a word of characters as methods have them, or with a part of one. How long it is, and whether something blank
-/// is before it, is nothing to some servers; others see the end of a text in a zero.
-fn may_be_request(bytes: &[u8]) -> bool {
-    let mut words = bytes.split(|byte| is_blank(*byte));
-    let word = words.find(|word| !word.is_empty()).unwrap_or_default();
-    let good = word.iter().take_while(|byte| byte.is_ascii_graphic());
-    let good = good.count();
-    good == word.len() || is_one_of(&word[..good], &METHODS)
+/// Servers that know no method beginning so know none, whatever follows: some look at the first bytes of a method only. Blank
+/// before it, as one byte or as Unicode has it (of which this is the first one), is nothing to some.
+fn begins_request(first: u8) -> bool {
+    first.is_ascii_graphic() || is_blank(first) || matches!(first, 0xc2 | 0xe1..=0xe3 | 0xef)
 }
 
 /// Whether some server takes it for a request, whatever else is wrong with it.
@@ -222,7 +218,8 @@ fn is_for_servers(line: &[u8]) -> bool {
         (Some(method), None) => is_one_of(method, &[b"GET"]),
         (Some(method), Some(target)) => {
             is_one_of(method, &[b"GET", b"CONNECT"])
-                || may_be_request(method) && (matches!(target[0], b'/' | b'*') || has(b"://"))
+                || matches!(target[0], b'/' | b'*')
+                || has(b"://")
         }
     }
 }

@@ -241,14 +241,61 @@ fn a_request_that_could_be_read_in_two_ways_is_unreadable() {
 }
 
 #[test]
-fn a_request_after_bytes_that_no_method_has_is_unreadable() {
+fn a_request_with_bytes_that_no_method_has_is_unreadable_however_it_is_cut() {
     for bytes in [
-        &b"\0GET / HTTP/1.1\r\nHost: b.org\r\n\r\n"[..],
-        b"G\x7fT / http/1.1\r\nHost: b.org\r\n\r\n",
+        &b"G\x7fT / http/1.1\r\nHost: b.org\r\n\r\n"[..],
+        b"GE\x01T / HTTP/1.1\r\nHost: b.org\r\n\r\n",
+        b"GET\x01 / HTTP/1.1\r\nHost: b.org\r\n\r\n",
+        b"GETS\0 / HTTP/1.1\r\nHost: b.org\r\n\r\n",
+        b"POST\x01 /\r\nHost: b.org\r\n\r\n",
+        b"POST\xff /\r\nHost: b.org\r\n\r\n",
         b"\xc2\xa0GET / HTTP/1.1\r\nHost: b.org\r\n\r\n",
+        b"\xef\xbb\xbfGET / HTTP/1.1\r\nHost: b.org\r\n\r\n",
     ] {
-        assert_eq!(see(bytes), Seen::Unreadable);
+        assert_eq!(see(bytes), Seen::Unreadable, "{bytes:?}");
+        for length in 0..bytes.len() {
+            let seen = see(&bytes[..length]);
+            assert!(
+                matches!(seen, Seen::More | Seen::Unreadable),
+                "{bytes:?} {length} {seen:?}"
+            );
+        }
     }
+}
+
+#[test]
+fn a_verdict_on_a_part_is_that_on_the_whole() {
+    let hello = records(&message(&[server_name(&[(0, b"a.org")])]), 20);
+    let request = b"GET http://a.org/ HTTP/1.1\r\nHost: a.org\r\nX: y\r\n\r\n".to_vec();
+    for seed in 1..6000 {
+        let mut random = Xorshift(seed);
+        let mut bytes = match seed % 4 {
+            0 => random.bytes(80),
+            1 => hello.clone(),
+            _ => request.clone(),
+        };
+        for _ in 0..random.below(4) {
+            if !bytes.is_empty() {
+                let at = random.below(bytes.len());
+                let odd = b"\0\x01\t\r\n \x16\x7f\x85\xa0\xc2\xff:/*";
+                bytes[at] = match random.below(2) {
+                    0 => random.next() as u8,
+                    _ => odd[random.below(odd.len())],
+                };
+            }
+        }
+        let whole = see(&bytes);
+        for length in 0..bytes.len() {
+            let part = see(&bytes[..length]);
+            assert!(
+                part == Seen::More || part == whole,
+                "seed {seed}, {length} bytes: {part:?}, then {whole:?}"
+            );
+        }
+    }
+    let long = [vec![b'A'; LINE_BYTES_MAX + 1], b" / HTTP/1.1\r\n".to_vec()].concat();
+    assert_eq!(see(&long), Seen::Unreadable);
+    assert_eq!(see(&long[..=LINE_BYTES_MAX]), Seen::Unreadable);
 }
 
 #[test]
@@ -259,6 +306,8 @@ fn other_protocols_name_nobody() {
         b"EHLO me\r\n",
         b"*1\r\n$4\r\nPING\r\n",
         b"AMQP\0\0\x09\x01",
+        b"\0GET / HTTP/1.1\r\nHost: b.org\r\n\r\n", // no server's request
+        b"\x80\x2e\x01\x03\x01",
         b"\x16",
     ] {
         let seen = see(bytes);
