@@ -316,16 +316,26 @@ def everything_of(link: socket.socket) -> bytes:
 
 @contextlib.asynccontextmanager
 async def site(
-    run_dir: Path, *, private: tuple[str, ...] = (), binding_s: float = 30.0, **times: float
+    run_dir: Path,
+    *,
+    private: tuple[str, ...] = (),
+    binding_s: float = 30.0,
+    resolv_conf: Path | None = None,
+    **times: float,
 ) -> AsyncIterator[Site]:
+    """With `resolv_conf` that is the host's, whose resolvers are asked then."""
     with contextlib.ExitStack() as stack:
         host, outside, sandbox = (stack.enter_context(space()) for _ in range(3))
         _wire_up(host, outside)
         internet = Internet(outside)
         stack.callback(internet.close)
-        settings = HelloArgs(resolvers=(RESOLVER,), private=private, binding_s=binding_s, **times)
+        wrap, resolvers = host.wrap, (RESOLVER,)
+        if resolv_conf is not None:
+            mounted = f'mount --bind {resolv_conf} /etc/resolv.conf && exec "$@"'
+            wrap, resolvers = (*wrap, "unshare", "--mount", "sh", "-c", mounted, "sh"), ()
+        settings = HelloArgs(resolvers=resolvers, private=private, binding_s=binding_s, **times)
         denied: list[EgressDenied] = []
-        async with egress_of(run_dir, wrap=host.wrap, settings=settings, denied=denied.append) as egress:
+        async with egress_of(run_dir, wrap=wrap, settings=settings, denied=denied.append) as egress:
             yield Site(host, sandbox, internet, egress, run_dir, denied)
 
 

@@ -256,6 +256,15 @@ async def test_questions_come_by_connection_as_well(place: Site) -> None:
     assert set(found) <= set(many)
 
 
+async def test_resolvers_are_those_of_the_host_unless_the_operator_names_some(run_dir: Path, tmp_path: Path) -> None:
+    resolv_conf = tmp_path / "resolv.conf"
+    resolv_conf.write_text(f"# of the host\nnameserver {RESOLVER}\n")
+    async with site(run_dir, resolv_conf=resolv_conf) as place:
+        place.internet.name("index.example", WEB)
+        await place.attach(rule("index.example"))
+        await eventually(lambda: place.ask("index.example") == (0, [WEB]))
+
+
 async def test_what_is_sent_arrives_whole_both_ways_and_halves_close(place: Site) -> None:
     await place.attach(everything=True)
     data = os.urandom(1 << 20) * 20
@@ -297,6 +306,10 @@ async def test_what_reads_a_sandboxs_bytes_has_no_rights(place: Site) -> None:
         held = int(keeper[name], 16)
         assert {number for number in range(64) if held >> number & 1} <= rights
     assert keeper["NoNewPrivs"] == "1"
+    for pid, status in ((place.egress.pid, server), (_parent_of(place.egress.pid), keeper)):
+        assert (status["Seccomp"], status["Seccomp_filters"]) == ("2", "1")
+        limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
+        assert [line.split()[4:6] for line in limits if line.startswith("Max core")] == [["0", "0"]]
 
 
 def _parent_of(pid: int) -> int:

@@ -1,6 +1,7 @@
 //! The process that has rights, and does nothing but find networks, set them up, and hand sockets over. Nothing that a sandbox
 //! sends gets here. The server asks it, and each ends when the other has.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -9,12 +10,14 @@ use dsec_sys::passing::{receive_all, send_with};
 
 use crate::error::{Doing, Error, Result};
 use crate::network::{self, Family, Id, Sockets};
+use crate::settings;
 
 /// Number and start.
 pub type Process = (i32, u64);
 
 const FIND: u8 = 1;
 const STEER: u8 = 2;
+const RESOLVERS: u8 = 3;
 const REQUEST_BYTES: usize = 13;
 /// What is said of an error is cut at that.
 const TEXT_BYTES_MAX: usize = 600;
@@ -26,17 +29,19 @@ const INVALID: u8 = 2;
 const NOT_FOUND: u8 = 3;
 const BUSY: u8 = 4;
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wish {
     /// Which network is it in.
     Find,
     /// Set that network up. May be repeated once the sockets of before are closed.
     Steer,
+    /// The host's resolv.conf, opened.
+    Resolvers,
 }
 
 pub struct Found {
-    /// Readable when it has ended.
-    pub process: OwnedFd,
+    /// Of a process: readable when it has ended. Of resolvers: their file.
+    pub descriptor: OwnedFd,
     pub id: Id,
     /// If they were wished for.
     pub sockets: Option<Sockets>,
@@ -45,38 +50,49 @@ pub struct Found {
 /// The server's end. It answers one wish after the other.
 pub struct Keeper {
     link: Source,
+    /// What it has not answered yet.
+    asked: VecDeque<Wish>,
 }
 
 impl Keeper {
     /// `link` is readable when it has answered, or ended.
     pub fn new(link: Source) -> Keeper {
-        Keeper { link }
+        Keeper {
+            link,
+            asked: VecDeque::new(),
+        }
     }
 
-    pub fn ask(&self, wish: Wish, (pid, start): Process) -> Result<()> {
+    pub fn is_asked(&self, wish: Wish) -> bool {
+        self.asked.contains(&wish)
+    }
+
+    /// Of a process, unless resolvers are wished for.
+    pub fn ask(&mut self, wish: Wish, (pid, start): Process) -> Result<()> {
         let mut request = vec![match wish {
             Wish::Find => FIND,
             Wish::Steer => STEER,
+            Wish::Resolvers => RESOLVERS,
         }];
         request.extend(pid.to_ne_bytes());
         request.extend(start.to_ne_bytes());
         send_with(&self.link, &request, &[]).doing("asking the keeper")?;
+        self.asked.push_back(wish);
         Ok(())
     }
 
-    /// Its answer; None: it has ended.
-    pub fn hear(&self) -> Option<Result<Found>> {
+    /// Its answer, and to what; None: it has ended, or is out of step.
+    pub fn hear(&mut self) -> Option<(Wish, Result<Found>)> {
         let mut answer = [0; ANSWER_BYTES_MAX];
-        match receive_all(&self.link, &mut answer) {
-            Ok((0, _)) => None,
-            Ok((count, descriptors)) => Some(
-                read_answer(&answer[..count])
-                    .unwrap_or_else(|| Err(incomplete()))
-                    .and_then(|id| found_of(id, descriptors)),
-            ),
-            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => None,
-            Err(error) => Some(Err(error).doing("hearing the keeper")),
-        }
+        let heard = match receive_all(&self.link, &mut answer) {
+            Ok((0, _)) => return None,
+            Ok((count, descriptors)) => read_answer(&answer[..count])
+                .unwrap_or_else(|| Err(incomplete()))
+                .and_then(|id| found_of(id, descriptors)),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return None,
+            Err(error) => Err(error).doing("hearing the keeper"),
+        };
+        self.asked.pop_front().map(|wish| (wish, heard))
     }
 }
 
@@ -85,10 +101,10 @@ fn found_of(id: Id, descriptors: Vec<OwnedFd>) -> Result<Found> {
     let count = descriptors.len();
     let mut descriptors = descriptors.into_iter();
     let mut next = || descriptors.next().ok_or_else(incomplete);
-    let process = next()?;
+    let descriptor = next()?;
     if count == 1 {
         return Ok(Found {
-            process,
+            descriptor,
             id,
             sockets: None,
         });
@@ -105,7 +121,7 @@ fn found_of(id: Id, descriptors: Vec<OwnedFd>) -> Result<Found> {
     let v6 = if count > 5 { Some(family()?) } else { None };
     let sockets = Some(Sockets { v4, v6, link });
     Ok(Found {
-        process,
+        descriptor,
         id,
         sockets,
     })
@@ -149,6 +165,9 @@ pub fn keep(link: &OwnedFd) -> Result<()> {
 }
 
 fn act(what: u8, (pid, start): Process) -> Result<(Id, Vec<OwnedFd>)> {
+    if what == RESOLVERS {
+        return Ok(((0, 0), vec![settings::open_resolv_conf()?]));
+    }
     let found = network::find(pid, start)?;
     let mut descriptors = vec![found.process];
     if what == STEER {
@@ -165,7 +184,7 @@ fn read_request(request: &[u8]) -> Option<(u8, Process)> {
     let request: &[u8; REQUEST_BYTES] = request.try_into().ok()?;
     let [what, pid @ .., _, _, _, _, _, _, _, _] = *request;
     let start = u64::from_ne_bytes(*request.last_chunk()?);
-    matches!(what, FIND | STEER).then_some((what, (i32::from_ne_bytes(pid), start)))
+    matches!(what, FIND | STEER | RESOLVERS).then_some((what, (i32::from_ne_bytes(pid), start)))
 }
 
 fn write_error(error: &Error) -> Vec<u8> {
@@ -220,6 +239,8 @@ fn read_answer(answer: &[u8]) -> Option<Result<Id>> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use dsec_sys::epoll::Poller;
     use dsec_sys::passing::message_pair;
 
@@ -261,15 +282,28 @@ mod tests {
         let (ours, theirs) = message_pair().unwrap();
         let thread = std::thread::spawn(move || keep(&ours));
         let poller = Poller::new().unwrap();
-        let keeper = Keeper::new(Source::new(&poller, theirs, 0));
+        let mut keeper = Keeper::new(Source::new(&poller, theirs, 0));
 
         let own = std::process::id() as i32;
         keeper.ask(Wish::Find, (own, 0)).unwrap();
-        assert!(matches!(keeper.hear(), Some(Err(Error::NotFound(_)))));
         keeper.ask(Wish::Steer, (1, 0)).unwrap();
-        assert!(matches!(keeper.hear(), Some(Err(Error::Invalid(_)))));
+        let (wish, answer) = keeper.hear().unwrap();
+        assert_eq!(wish, Wish::Find);
+        assert!(matches!(answer, Err(Error::NotFound(_))));
+        let (wish, answer) = keeper.hear().unwrap();
+        assert_eq!(wish, Wish::Steer);
+        assert!(matches!(answer, Err(Error::Invalid(_))));
         send_with(&keeper.link, b"what", &[]).unwrap();
-        assert!(matches!(keeper.hear(), Some(Err(Error::Invalid(_)))));
+        assert!(keeper.hear().is_none()); // nobody has asked that
+        keeper.ask(Wish::Resolvers, (0, 0)).unwrap();
+        assert!(keeper.is_asked(Wish::Resolvers));
+        let (wish, answer) = keeper.hear().unwrap();
+        assert_eq!(wish, Wish::Resolvers);
+        assert!(
+            answer.is_ok_and(|found| found.sockets.is_none())
+                || !Path::new("/etc/resolv.conf").exists()
+        );
+        assert!(!keeper.is_asked(Wish::Resolvers));
 
         drop(keeper);
         thread.join().unwrap().unwrap();

@@ -108,6 +108,8 @@ pub const ATTEMPTS: u32 = 3;
 pub const BINDINGS_MAX: usize = 4096;
 /// Names bound to one address.
 pub const NAMES_OF_ADDRESS_MAX: usize = 64;
+/// Of the host's resolv.conf.
+pub const RESOLV_CONF_BYTES_MAX: u64 = 64 << 10;
 /// The host's resolv.conf is read again after this time.
 pub const RESOLV_CONF_AGE: Duration = Duration::from_secs(5);
 

@@ -2,6 +2,7 @@
 
 mod addresses;
 mod bindings;
+mod confine;
 mod denied;
 mod desk;
 mod dns;
@@ -90,6 +91,7 @@ fn run_in(run: &Path) -> Result<i32> {
         namespaces::Side::Parent { pid, .. } => {
             drop((theirs, ready));
             give_up_all_but(CAPABILITIES)?;
+            confine::confine_keeper()?;
             keeper::keep(&ours)?;
             let status = namespaces::reap_one(pid).doing("waiting for the server")?;
             drop(lock); // held by both until now
@@ -106,6 +108,7 @@ fn serve(run: &Path, descriptors: u64, keeper: OwnedFd, ready: OwnedFd) -> Resul
     give_up_all_but(0)?;
     rights::become_for_good(NOBODY, NOBODY, &[], 0).doing("becoming nobody")?;
     let server = Server::new(listener, signals, keeper, Shared::new(descriptors)?)?;
+    confine::confine_server()?;
     paths::write_once(ready.as_fd(), b"r").doing("telling that it serves")?;
     drop(ready);
     server.serve()

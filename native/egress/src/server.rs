@@ -100,6 +100,7 @@ impl Server {
             for event in &ready {
                 self.take(event);
             }
+            self.ask_for_resolvers();
             if self.shared.wants_tick && self.shared.now >= self.next_tick {
                 self.tick();
             }
@@ -190,7 +191,8 @@ impl Server {
                 args.version
             )));
         }
-        self.shared.settings = Settings::parse(args)?;
+        let settings = Settings::parse(args)?;
+        self.shared.settings.replace(settings);
         for key in self.by_name.values() {
             if let Some(sandbox) = self.sandboxes.get_mut(*key) {
                 sandbox.recheck(&mut self.shared);

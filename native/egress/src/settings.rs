@@ -1,11 +1,15 @@
 //! What the newest node has said of all sandboxes.
 
+use std::fs::File;
+use std::io::Read;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::time::{Duration, Instant};
 
 use crate::addresses::Range;
-use crate::error::{Error, Result};
-use crate::limits::{PRIVATE_MAX, RESOLVERS_MAX, RESOLV_CONF_AGE};
+use crate::error::{Doing, Error, Result};
+use crate::limits::{PRIVATE_MAX, RESOLVERS_MAX, RESOLV_CONF_AGE, RESOLV_CONF_BYTES_MAX};
 use crate::wire::HelloArgs;
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
@@ -23,6 +27,8 @@ pub struct Settings {
     pub idle: Duration,
     host: Vec<SocketAddr>,
     host_read: Option<Instant>,
+    /// Those of the host are to be read again.
+    is_stale: bool,
 }
 
 impl Default for Settings {
@@ -36,6 +42,7 @@ impl Default for Settings {
             idle: Duration::from_secs(3600),
             host: Vec::new(),
             host_read: None,
+            is_stale: true,
         }
     }
 }
@@ -66,18 +73,53 @@ impl Settings {
         })
     }
 
+    /// Others, but for what is known of the host.
+    pub fn replace(&mut self, other: Settings) {
+        let (host, host_read) = (std::mem::take(&mut self.host), self.host_read);
+        *self = Settings {
+            host,
+            host_read,
+            ..other
+        };
+    }
+
     /// Whom to ask, the best one first.
     pub fn resolvers(&mut self, now: Instant) -> &[SocketAddr] {
         if !self.resolvers.is_empty() {
             return &self.resolvers;
         }
         let fresh = |read: Instant| now.saturating_duration_since(read) < RESOLV_CONF_AGE;
-        if !self.host_read.is_some_and(fresh) {
-            // One that cannot be read has none: names are not found then.
-            self.host = resolvers_in(&std::fs::read_to_string(RESOLV_CONF).unwrap_or_default());
-            self.host_read = Some(now);
-        }
+        self.is_stale |= !self.host_read.is_some_and(fresh);
         &self.host
+    }
+
+    pub fn wants_resolvers(&self) -> bool {
+        self.is_stale && self.resolvers.is_empty()
+    }
+
+    /// A file that cannot be read has none: names are not found then.
+    pub fn read_resolvers(&mut self, file: Result<OwnedFd>, now: Instant) {
+        let mut text = Vec::new();
+        if let Ok(file) = file {
+            let _ = File::from(file)
+                .take(RESOLV_CONF_BYTES_MAX)
+                .read_to_end(&mut text);
+        }
+        self.host = resolvers_in(&String::from_utf8_lossy(&text));
+        self.host_read = Some(now);
+        self.is_stale = false;
+    }
+}
+
+/// Of a file alone: nothing that would keep its reader waiting.
+pub fn open_resolv_conf() -> Result<OwnedFd> {
+    let doing = || format!("opening {RESOLV_CONF}");
+    let mut options = File::options();
+    let options = options.read(true).custom_flags(libc::O_NONBLOCK);
+    let file = options.open(RESOLV_CONF).doing(doing())?;
+    match file.metadata().doing(doing())?.is_file() {
+        true => Ok(file.into()),
+        false => Err(Error::NotFound(format!("{RESOLV_CONF} is no file"))),
     }
 }
 
@@ -109,6 +151,8 @@ fn resolvers_in(text: &str) -> Vec<SocketAddr> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use super::*;
 
     #[test]
@@ -123,6 +167,34 @@ mod tests {
             found,
             ["1.1.1.1:53", "[::1]:53", "3.3.3.3:53", "4.4.4.4:53"]
         );
+    }
+
+    #[test]
+    fn those_of_the_host_are_kept_until_they_are_read_again() {
+        let now = Instant::now();
+        let later = now + RESOLV_CONF_AGE;
+        let mut settings = Settings::default();
+        assert!(settings.wants_resolvers() && settings.resolvers(now).is_empty());
+
+        let pipe = dsec_sys::pipes::new_pipe().unwrap();
+        let mut write = File::from(pipe.write);
+        write.write_all(b"nameserver 1.1.1.1\n").unwrap();
+        drop(write);
+        settings.read_resolvers(Ok(pipe.read), now);
+        assert_eq!(settings.resolvers(now).len(), 1);
+        assert!(!settings.wants_resolvers());
+        assert_eq!(settings.resolvers(later).len(), 1);
+        assert!(settings.wants_resolvers());
+
+        settings.replace(Settings::default());
+        assert_eq!(settings.resolvers(now).len(), 1);
+        settings.read_resolvers(Err(Error::NotFound("none".into())), later);
+        assert!(settings.resolvers(later).is_empty() && !settings.wants_resolvers());
+        settings.replace(Settings {
+            resolvers: vec!["9.9.9.9:53".parse().unwrap()],
+            ..Settings::default()
+        });
+        assert!(!settings.wants_resolvers());
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Loading a system call filter.
+//! System call filters: loading one, and a short list of what a program of ours still needs.
 
 use std::io;
 
@@ -52,4 +52,116 @@ pub fn load_filter(instructions: &[Instruction]) -> io::Result<()> {
         return Err(io::Error::last_os_error());
     }
     Ok(())
+}
+
+const LOAD: u16 = 0x20;
+const AND: u16 = 0x54;
+const JUMP_EQUAL: u16 = 0x15;
+const JUMP_AT_LEAST: u16 = 0x35;
+const RETURN: u16 = 0x06;
+
+const AT_NUMBER: u32 = 0;
+const AT_ARCHITECTURE: u32 = 4;
+const AT_ARGUMENTS: u32 = 16;
+const X86_64: u32 = 0xc000_003e;
+/// Numbers from here on are those of the x32 architecture, which shares the identifier of x86-64.
+const X32_BIT: u32 = 0x4000_0000;
+
+const ALLOW: u32 = 0x7fff_0000;
+const KILL_PROCESS: u32 = 0x8000_0000;
+const FORBID: u32 = 0x0005_0000 | libc::EPERM as u32;
+
+/// When a call is allowed.
+pub enum When<'a> {
+    Always,
+    /// The lower half of this argument, under the mask, is one of these.
+    Argument(u32, u32, &'a [u32]),
+}
+
+/// All that is not in the list is EPERM; calls of another architecture end the process.
+pub fn allow_only(calls: &[(libc::c_long, When)]) -> Vec<Instruction> {
+    let step = |code, value, jump_true, jump_false| Instruction {
+        code,
+        jump_true,
+        jump_false,
+        value,
+    };
+    let mut program = vec![
+        step(LOAD, AT_ARCHITECTURE, 0, 0),
+        step(JUMP_EQUAL, X86_64, 1, 0),
+        step(RETURN, KILL_PROCESS, 0, 0),
+        step(LOAD, AT_NUMBER, 0, 0),
+        step(JUMP_AT_LEAST, X32_BIT, 0, 1),
+        step(RETURN, KILL_PROCESS, 0, 0),
+    ];
+    for (number, when) in calls {
+        let mut body = Vec::new();
+        if let When::Argument(index, mask, values) = when {
+            body.push(step(LOAD, AT_ARGUMENTS + 8 * index, 0, 0));
+            body.push(step(AND, *mask, 0, 0));
+            for (place, value) in values.iter().enumerate() {
+                let to_allow = (values.len() - place) as u8;
+                body.push(step(JUMP_EQUAL, *value, to_allow, 0));
+            }
+            body.push(step(RETURN, FORBID, 0, 0));
+        }
+        body.push(step(RETURN, ALLOW, 0, 0));
+        program.push(step(JUMP_EQUAL, *number as u32, 0, body.len() as u8));
+        program.extend(body);
+    }
+    program.push(step(RETURN, FORBID, 0, 0));
+    program
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the kernel would answer.
+    fn run(program: &[Instruction], number: u32, arguments: [u64; 6]) -> u32 {
+        let (mut value, mut at) = (0, 0);
+        loop {
+            let Instruction {
+                code,
+                jump_true,
+                jump_false,
+                value: k,
+            } = program[at];
+            at += 1;
+            let jump = |holds| usize::from(if holds { jump_true } else { jump_false });
+            match code {
+                LOAD => {
+                    value = match k {
+                        AT_NUMBER => number,
+                        AT_ARCHITECTURE => X86_64,
+                        _ => arguments[(k - AT_ARGUMENTS) as usize / 8] as u32,
+                    }
+                }
+                AND => value &= k,
+                JUMP_EQUAL => at += jump(value == k),
+                JUMP_AT_LEAST => at += jump(value >= k),
+                _ => return k,
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_listed_is_allowed_and_by_its_argument_only() {
+        let program = allow_only(&[
+            (libc::SYS_read, When::Always),
+            (libc::SYS_socket, When::Argument(0, u32::MAX, &[2, 10])),
+            (libc::SYS_mmap, When::Argument(2, 4, &[0])),
+        ]);
+        let call = |number: libc::c_long, first: u64, third: u64| {
+            run(&program, number as u32, [first, 0, third, 0, 0, 0])
+        };
+        assert_eq!(call(libc::SYS_read, 9, 9), ALLOW);
+        assert_eq!(call(libc::SYS_socket, 2, 0), ALLOW);
+        assert_eq!(call(libc::SYS_socket, 10, 0), ALLOW);
+        assert_eq!(call(libc::SYS_socket, 1, 0), FORBID);
+        assert_eq!(call(libc::SYS_mmap, 0, 3), ALLOW);
+        assert_eq!(call(libc::SYS_mmap, 0, 7), FORBID);
+        assert_eq!(call(libc::SYS_execve, 0, 0), FORBID);
+        assert_eq!(run(&program, X32_BIT, [0; 6]), KILL_PROCESS);
+    }
 }

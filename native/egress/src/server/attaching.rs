@@ -93,10 +93,14 @@ impl Server {
     }
 
     pub(super) fn hear_keeper(&mut self) {
-        let Some(answer) = self.keeper.hear() else {
+        let Some((wish, answer)) = self.keeper.hear() else {
             self.stops = true;
             return;
         };
+        if wish == Wish::Resolvers {
+            let file = answer.map(|found| found.descriptor);
+            return self.shared.settings.read_resolvers(file, self.shared.now);
+        }
         let Some(mut wanted) = self.attaching.queue.pop_front() else {
             return; // nobody has asked
         };
@@ -109,6 +113,13 @@ impl Server {
                 .reply(link, reply::<AttachAnswer>(id, &Err(error))),
         }
         self.ask_keeper();
+    }
+
+    /// What the host says of resolvers is read again in time. An answer comes soon; until then those of before are asked.
+    pub(super) fn ask_for_resolvers(&mut self) {
+        if self.shared.settings.wants_resolvers() && !self.keeper.is_asked(Wish::Resolvers) {
+            self.stops |= self.keeper.ask(Wish::Resolvers, (0, 0)).is_err();
+        }
     }
 
     /// None: its network is to be set up now.
@@ -134,7 +145,7 @@ impl Server {
                 .get_mut(key)
                 .filter(|sandbox| sandbox.id == found.id)
             {
-                let process = watch(&self.poller, found.process, key)?;
+                let process = watch(&self.poller, found.descriptor, key)?;
                 let ipv6 = sandbox.has_ipv6();
                 let (policy, most) = (wanted.policy.clone(), Some(wanted.most));
                 sandbox.change(policy, most, Some(process), &mut self.shared);
@@ -169,7 +180,7 @@ impl Server {
         let key = self.sandboxes.try_insert_with(|key| {
             let mut outer = Source::new(poller, descriptor, token(SANDBOX, key));
             outer.want(READ).doing("waiting for a sandbox")?;
-            let process = watch(poller, found.process, key)?;
+            let process = watch(poller, found.descriptor, key)?;
             let places = Places {
                 outer,
                 process,
