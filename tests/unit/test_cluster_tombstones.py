@@ -27,7 +27,7 @@ from dsec.testing.shared_state import State, embedded
 from dsec.testing.waiting import eventually
 from dsec.wire.cluster import Card, Heartbeat, Member, Wanted
 from dsec.wire.codec import pack, unpack
-from dsec.wire.events import Event, Events, Figures
+from dsec.wire.events import Denied, Event, Events, Figures
 from dsec.wire.node import Caller, ExecStart, Method, Stream
 from dsec.wire.records import CreateRequest, ExecRequest, ListQuery, NodeLoad, Sandbox, SandboxPage, SandboxRef
 from tests.unit.fleet_double import request
@@ -171,7 +171,8 @@ async def test_until_the_watcher_has_written_it_down_nothing_is_said_to_be_gone(
 async def test_the_owner_of_a_lost_sandbox_is_told_what_it_was_and_others_nothing(cluster: Cluster) -> None:
     id, ended = new_sandbox_id(NODE), new_sandbox_id(NODE)
     await cluster.tell(event(1, "created", id), event(2, "running", id), event(3, "created", ended))
-    await cluster.tell(event(4, "destroyed", ended))
+    refused = {"detail": "evil.example (rules)", "denied": (Denied(host="evil.example"),), "snapshot": "s"}
+    await cluster.tell(event(4, "destroyed", ended), event(5, "egress_denied", id, **refused))
     await cluster.lose()
     await cluster.watcher.look()
     await eventually(cluster.buried)
@@ -197,7 +198,9 @@ async def test_the_owner_of_a_lost_sandbox_is_told_what_it_was_and_others_nothin
         await cluster.ask(ended)
 
     told = [e for r in await cluster.state.log.read(LogStream.EVENTS, verdict_subject(NODE)) for e in events_of(r)]
-    assert [(e.kind, e.sandbox, e.cause) for e in told if e.sandbox] == [("failed", id, "node_lost")]
+    (end,) = (one for one in told if one.sandbox)
+    assert (end.kind, end.sandbox, end.cause, end.project) == ("failed", id, "node_lost", "/team/run")
+    assert (end.detail, end.denied, end.snapshot) == (None, (), None), "of what had happened before it says nothing"
 
 
 async def test_listings_have_them_among_the_ended_and_nobody_is_missing(cluster: Cluster) -> None:

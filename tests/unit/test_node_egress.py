@@ -26,7 +26,7 @@ from dsec.testing.waiting import eventually
 from dsec.wire import records
 from dsec.wire.codec import unpack
 from dsec.wire.egress import EgressCounts, EgressDenied
-from dsec.wire.events import Event, EventKind, EventLine, EventQuery
+from dsec.wire.events import Denied, Event, EventKind, EventLine, EventQuery
 from dsec.wire.frames import FrameType
 from dsec.wire.node import Method, SetEgress
 from dsec.wire.snapshots import (
@@ -328,6 +328,9 @@ async def test_what_is_refused_is_told_in_few_words_however_much_it_is(machine: 
     assert (event.sandbox, event.project) == (id, "/test")
     assert event.detail is not None
     assert event.detail.startswith("host0.example:443 (rules, 4 times); ")
+    assert event.denied[0] == Denied(host="host0.example", port=443, reason="rules", count=4)
+    assert len(event.denied) == limits.EGRESS_DENIALS_TOLD_MAX
+    assert event.denied_more == 5_000 - limits.EGRESS_DENIALS_TOLD_MAX
     assert event.detail.endswith(f"and others, {5_000 - limits.EGRESS_DENIALS_TOLD_MAX} times")
 
 

@@ -33,6 +33,10 @@ const NAME_BYTES_MAX: usize = 255;
 /// What every client takes by UDP.
 const ANSWER_BYTES: usize = 512;
 const EXTENSION: usize = 11;
+/// An option of it that says why (RFC 8914), for those who look.
+const EXTENDED_ERROR: u16 = 15;
+const BLOCKED: u16 = 15;
+const BLOCKED_TEXT: &[u8] = b"no rule of this sandbox's egress allows it";
 
 /// A question of a sandbox.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -206,6 +210,22 @@ fn addresses_of(records: &[Record], name: &str, kind: u16) -> Vec<(IpAddr, u32)>
         most = most.min(seconds);
     }
     Vec::new()
+}
+
+/// Of a name that no rule has. There is none for this sandbox, which resolvers tell at once: REFUSED they take for a
+/// failure of the server, and ask again, or wait. Who can read it is told why; nothing of it is to be kept.
+pub fn write_blocked(query: &Query) -> Vec<u8> {
+    let mut message = write_answer(query, NO_SUCH_NAME, &[]);
+    let option = 2 + BLOCKED_TEXT.len();
+    if query.is_extended && message.len() + 4 + option <= ANSWER_BYTES {
+        let length = message.len() - 2; // of the extension's options, the last of what was written
+        message[length..].copy_from_slice(&(4 + option as u16).to_be_bytes());
+        message.extend(EXTENDED_ERROR.to_be_bytes());
+        message.extend((option as u16).to_be_bytes());
+        message.extend(BLOCKED.to_be_bytes());
+        message.extend_from_slice(BLOCKED_TEXT);
+    }
+    message
 }
 
 /// As many of the addresses as every client takes.

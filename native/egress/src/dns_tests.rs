@@ -77,6 +77,28 @@ fn an_answer_fits_every_client_and_has_an_extension_when_the_question_had() {
 }
 
 #[test]
+fn a_name_that_no_rule_has_is_none_and_who_can_read_it_is_told_why() {
+    let plain = parse_query(&question("a.org", A)).unwrap();
+    assert_eq!(
+        write_blocked(&plain),
+        write_answer(&plain, NO_SUCH_NAME, &[])
+    );
+
+    let query = parse_query(&write_query(7, "a.org", A, 4096)).unwrap();
+    let reply = write_blocked(&query);
+
+    let without = write_answer(&query, NO_SUCH_NAME, &[]);
+    let said = &reply[without.len()..];
+    assert_eq!(reply[..without.len() - 2], without[..without.len() - 2]);
+    assert_eq!(reply[without.len() - 2..][..2], [0, said.len() as u8]);
+    assert_eq!(said[..6], [0, 15, 0, said.len() as u8 - 4, 0, 15]);
+    assert_eq!(&said[6..], BLOCKED_TEXT);
+    let long = ["n".repeat(60).as_str(); 4].join(".");
+    let query = parse_query(&write_query(7, &long, AAAA, 4096)).unwrap();
+    assert!(write_blocked(&query).len() <= 512);
+}
+
+#[test]
 fn what_is_no_question_is_told_so_or_nothing() {
     let good = question("a.org", A);
     let changed = |at: usize, value: u8| {

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import contextlib
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from dsec.cli.console import Json, SandboxName, client, find, put_json, run_async, settings
+from dsec.cli.console import Json, SandboxName, clean, client, find, put_json, run_async, say, settings
 from dsec.cli.options import egress_of
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
+    from dsec.sdk.client import AsyncClient
+    from dsec.sdk.results import ExecResult
+    from dsec.sdk.sandbox import AsyncSandbox
+    from dsec.wire.events import Denied
     from dsec.wire.records import Sandbox
+
+_GATHERED_S: Final = 0.4  # a node tells of refusals a moment after the first
+_HINT_S: Final = 3.0
+_NAMED_MAX: Final = 3
 
 
 def register(app: typer.Typer) -> None:
@@ -47,6 +56,35 @@ def egress(
         return
     for line in _lines(info):
         print(line)
+
+
+async def tell_refused(client: AsyncClient, sandbox: AsyncSandbox, result: ExecResult) -> None:
+    """After a command that failed: what its sandbox was refused meanwhile. On our stderr, and without --json."""
+    if result.ok or settings.json or settings.quiet or sandbox.info.network != "proxied":
+        return
+    import asyncio
+
+    from dsec.core.errors import DsecError
+
+    with contextlib.suppress(DsecError, TimeoutError):
+        async with asyncio.timeout(_HINT_S):
+            began = next((one.started_at for one in await sandbox.execs() if one.id == result.id), None)
+            if began is None:
+                return
+            await asyncio.sleep(_GATHERED_S)
+            found = client.events("oldest", sandbox=sandbox.id, kinds=["egress_denied"], follow=False)
+            async with contextlib.aclosing(found) as events:
+                denied = [one async for event in events if event.at >= began for one in event.denied]
+            if denied:
+                say(clean(_refusal(sandbox, denied)))
+
+
+def _refusal(sandbox: AsyncSandbox, denied: list[Denied]) -> str:
+    what = dict.fromkeys(f"{one.host}{f':{one.port}' if one.port else ''} ({one.reason})" for one in denied)
+    more = f" and {len(what) - _NAMED_MAX} more" if len(what) > _NAMED_MAX else ""
+    named = ", ".join(list(what)[:_NAMED_MAX])
+    name = sandbox.info.name or sandbox.id
+    return f"dsec: refused meanwhile: {named}{more}; `dsec egress {name}` says what is allowed, and --allow changes it"
 
 
 def _lines(info: Sandbox) -> list[str]:

@@ -20,6 +20,7 @@ from dsec.cli.console import (
     say,
     settings,
 )
+from dsec.cli.egress import tell_refused
 from dsec.cli.options import (
     Cpu,
     Datasets,
@@ -40,6 +41,7 @@ from dsec.cli.pages import command as register_command
 from dsec.cli.volumes import mounts
 
 if TYPE_CHECKING:
+    from dsec.sdk.client import AsyncClient
     from dsec.sdk.process import AsyncProcess
     from dsec.sdk.results import Chunk, ExecResult
     from dsec.sdk.sandbox import AsyncSandbox
@@ -114,6 +116,7 @@ def run(
             )
             try:
                 return await _exec(
+                    c,
                     sandbox,
                     _command(command, shell),
                     stdin=stdin,
@@ -166,11 +169,11 @@ def exec_(
             own: dict[str, Any] = {"cwd": cwd, "env": parse_pairs(env, "variable"), "user": user}
             if session is not None:
                 shell_of = found.session(session, **own)
-                return await _in_session(found, shell_of, _command(command, shell), timeout_s=timeout)
+                return await _in_session(c, found, shell_of, _command(command, shell), timeout_s=timeout)
             options = {**own, "secrets": parse_pairs(secrets, "secret"), "timeout_s": timeout}
             if detach:
                 return await _detached(found, _command(command, shell), options)
-            return await _exec(found, _command(command, shell), stdin=stdin, **options)
+            return await _exec(c, found, _command(command, shell), stdin=stdin, **options)
 
     raise typer.Exit(run_async(work()))
 
@@ -187,7 +190,7 @@ def _command(words: list[str], shell: bool) -> str | list[str]:
     return " ".join(words) if shell else words
 
 
-async def _exec(sandbox: AsyncSandbox, command: str | list[str], *, stdin: bool, **options: Any) -> int:
+async def _exec(c: AsyncClient, sandbox: AsyncSandbox, command: str | list[str], *, stdin: bool, **options: Any) -> int:
     """Runs it with live output; what ends us (Ctrl-C, say) kills it."""
     import asyncio
 
@@ -204,6 +207,7 @@ async def _exec(sandbox: AsyncSandbox, command: str | list[str], *, stdin: bool,
     finally:
         if feeding is not None:
             feeding.cancel()
+    await tell_refused(c, sandbox, result)
     return _told(sandbox.id, result)
 
 
@@ -217,7 +221,12 @@ async def _detached(sandbox: AsyncSandbox, command: str | list[str], options: di
 
 
 async def _in_session(
-    sandbox: AsyncSandbox, session: AsyncSession, command: str | list[str], *, timeout_s: float | None
+    c: AsyncClient,
+    sandbox: AsyncSandbox,
+    session: AsyncSession,
+    command: str | list[str],
+    *,
+    timeout_s: float | None,
 ) -> int:
     def out(text: str) -> None:
         sys.stdout.write(text)
@@ -228,7 +237,9 @@ async def _in_session(
         sys.stderr.flush()
 
     live: dict[str, Any] = {} if settings.json else {"on_stdout": out, "on_stderr": err}
-    return _told(sandbox.id, await session.exec(command, timeout_s=timeout_s, **live))
+    result = await session.exec(command, timeout_s=timeout_s, **live)
+    await tell_refused(c, sandbox, result)
+    return _told(sandbox.id, result)
 
 
 async def _feed(process: AsyncProcess) -> None:

@@ -83,6 +83,24 @@ def tombstone_of(event: Event, cause: EndCause, at: float) -> Sandbox:
     )
 
 
+def _end_of(event: Event, cause: EndCause, at: float) -> Event:
+    """Of its last event what it is, and nothing of what had happened then."""
+    kept = (
+        "node",
+        "sandbox",
+        "project",
+        "name",
+        "labels",
+        "substrate",
+        "environment",
+        "incarnation",
+        "principal",
+        "job",
+    )
+    what = {name: getattr(event, name) for name in kept}
+    return Event(kind=str(EventKind.FAILED), at=at, cause=str(cause), **what)
+
+
 async def bury(registry: Registry, events: Log, view: NodeView, cause: EndCause, at: float, *, word: str) -> int:
     """Of all that the node had: tombstones, then the events of their ends. How many. Safe to do again, with the same
     `word`, which no node can foresee: the log takes each id once, whoever writes it.
@@ -109,10 +127,7 @@ async def bury(registry: Registry, events: Log, view: NodeView, cause: EndCause,
     async with asyncio.TaskGroup() as group:
         for event in left:
             group.create_task(write(event))
-    ends = [
-        msgspec.structs.replace(event, kind=str(EventKind.FAILED), at=at, number=0, cause=str(cause), made=None)
-        for event in left
-    ]
+    ends = [_end_of(event, cause, at) for event in left]
     term = 0 if view.member is None else view.member.term
     for number, batch in enumerate(batches(ends)):
         id = f"{word}-{cause}-{view.id}-{term}-{number}"

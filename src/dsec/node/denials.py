@@ -10,12 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from dsec.core import limits
 from dsec.core.errors import DsecError
 from dsec.node.events import event_of
 from dsec.observe import metrics
 from dsec.wire.egress import EgressDenied
-from dsec.wire.events import EventKind
+from dsec.wire.events import Denied, EventKind
 
 if TYPE_CHECKING:
     from dsec.core.clock import Clock
@@ -80,13 +82,22 @@ class Denials:
                 if not of.asked:
                     self._of.pop(id, None)
                     return
-                detail, of.asked, of.others = _words(of), Counter(), 0
+                detail, denied, others = _words(of), _told(of), of.others
+                of.asked, of.others = Counter(), 0
                 of.wait_s = min(max(of.wait_s * 2, _QUIET_S), _QUIET_S_MAX)
                 event = event_of(found.row, EventKind.EGRESS_DENIED, self._clock.wall_s(), detail=detail)
+                event = msgspec.structs.replace(event, denied=denied, denied_more=others)
                 with suppress(DsecError):  # of a full disk others tell
                     await self._journal.note([event])
         finally:
             of.telling = False
+
+
+def _told(of: _Of) -> tuple[Denied, ...]:
+    return tuple(
+        Denied(host=target, port=port, reason=reason, count=count)
+        for (target, port, reason), count in of.asked.most_common()
+    )
 
 
 def _words(of: _Of) -> str:

@@ -28,7 +28,7 @@ class EventKind(enum.StrEnum):
     RESTED = "rested"  # nobody has used it for a while; `detail` is the rung: pause, page_out, sleep
     SNAPSHOT = "snapshot"
     ROLLED_BACK = "rolled_back"
-    EGRESS_DENIED = "egress_denied"  # it asked for what it may not reach; `detail` says for what, and how often
+    EGRESS_DENIED = "egress_denied"  # it asked for what it may not reach: `denied`, and as words `detail`
     DESTROYED = "destroyed"  # by somebody
     EXPIRED = "expired"  # its time to live was over
     FAILED = "failed"  # `cause` says why
@@ -58,6 +58,15 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     disk_bytes: int | None = None
 
 
+class Denied(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that a sandbox asked for and may not reach."""
+
+    host: str  # the name that was asked for, or the address
+    port: int = 0  # 0: a question after the name
+    reason: str = ""  # wire.egress.DeniedReason
+    count: int = 1
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: str  # EventKind; later versions may have more
     at: float
@@ -77,6 +86,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     principal: str | None = None  # who made the sandbox
     job: str | None = None
     made: Figures | None = None  # of `created`
+    denied: tuple[Denied, ...] = ()  # of `egress_denied`: the most frequent; `denied_more`: how often others
+    denied_more: int = 0
 
 
 class Events(msgspec.Struct, frozen=True):

@@ -10,8 +10,8 @@ use dsec_sys::inet;
 use super::{Sandbox, QUESTION};
 use crate::addresses::{canonical, is_public};
 use crate::dns::{
-    parse_query, write_answer, write_wrong, Answer, Wrong, A, AAAA, NO_ERROR, REFUSED,
-    SERVER_FAILURE,
+    parse_query, write_answer, write_blocked, write_wrong, Answer, Wrong, A, AAAA, NO_ERROR,
+    NO_SUCH_NAME, SERVER_FAILURE,
 };
 use crate::flow::Stage;
 use crate::limits::{DATAGRAMS_A_TURN, QUESTIONS_MAX, QUESTION_BYTES_MAX};
@@ -63,7 +63,7 @@ impl Sandbox {
         let Some(name) = query.name.clone().filter(|name| self.policy.may_ask(name)) else {
             let target = query.name.clone().unwrap_or_default();
             self.refuse(target, 0, "dns", Reason::Rules, shared);
-            return self.reply(asker, &write_answer(&query, REFUSED, &[]));
+            return self.reply(asker, &write_blocked(&query));
         };
         if !matches!(query.kind, A | AAAA) {
             return self.reply(asker, &write_answer(&query, NO_ERROR, &[]));
@@ -131,7 +131,7 @@ impl Sandbox {
         let name = question.name.clone();
         // Rules may have changed meanwhile.
         if !self.policy.may_ask(&name) {
-            return self.finish(key, REFUSED, &[], shared);
+            return self.finish(key, NO_SUCH_NAME, &[], shared);
         }
         let bound = Name::from(name.as_str());
         let mut addresses = Vec::new();
