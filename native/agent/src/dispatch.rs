@@ -110,7 +110,7 @@ impl Agent {
     }
 
     fn operate(&mut self, stream: u32, op: &str, args: &[u8]) -> Result<Answer, Refusal> {
-        if self.config.spare && !matches!(op, "claim" | "clock" | "reseed" | "usage" | "shutdown") {
+        if self.config.spare && !serves_a_spare(op, self.has_machine) {
             return Err(Refusal::invalid("this agent serves no sandbox yet"));
         }
         if !takes_nothing_of_the_sandbox(op) {
@@ -326,6 +326,16 @@ impl Agent {
     }
 }
 
+/// Operations of an agent that serves no sandbox yet. A machine may be rehearsed: a command of its image runs in it, so that what
+/// the first one of a caller needs is in its memory.
+fn serves_a_spare(op: &str, has_machine: bool) -> bool {
+    match op {
+        "claim" | "clock" | "reseed" | "usage" | "shutdown" => true,
+        "exec" | "exit_ack" => has_machine,
+        _ => false,
+    }
+}
+
 /// Operations for which a light sandbox stays light: they neither start anything inside nor look at it.
 fn takes_nothing_of_the_sandbox(op: &str) -> bool {
     matches!(
@@ -354,4 +364,30 @@ fn own_rss_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let pages = text.split(' ').nth(1).and_then(|field| field.parse().ok());
     pages.unwrap_or(0u64) * PAGE_BYTES
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spare_runs_nothing_unless_it_is_a_machine_that_is_rehearsed() {
+        for op in ["claim", "clock", "reseed", "usage", "shutdown"] {
+            assert!(serves_a_spare(op, false) && serves_a_spare(op, true));
+        }
+        for op in ["exec", "exit_ack"] {
+            assert!(!serves_a_spare(op, false) && serves_a_spare(op, true));
+        }
+        for op in [
+            "attach",
+            "session_open",
+            "read",
+            "write",
+            "listen",
+            "connect",
+            "freeze_prepare",
+        ] {
+            assert!(!serves_a_spare(op, false) && !serves_a_spare(op, true));
+        }
+    }
 }

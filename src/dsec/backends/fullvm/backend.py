@@ -27,7 +27,7 @@ from dsec.backends.machines import MachineDisk
 from dsec.backends.vm.accelerator import Accelerator, choose_accelerator
 from dsec.backends.vm.backend import MachineBackend
 from dsec.backends.vm.capture import Below, Source
-from dsec.backends.vm.clones import awaken, check_same, disk_of, memory_of, processors_of
+from dsec.backends.vm.clones import awaken, check_same, disk_of, memory_of, processors_of, rehearse
 from dsec.backends.vm.kernel import fetch_kernel, find_kernel
 from dsec.backends.vm.machine import TEMPLATE
 from dsec.backends.vm.monitor import Confines, MonitorProcess
@@ -292,8 +292,11 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
                     sandbox="tpl",
                     open_timeout_s=self._config.boot_s,
                 )
-                await client.usage()  # what it needs is in its memory then
-                client.close()
+                try:
+                    await client.usage()  # what it needs is in its memory then
+                    await rehearse(client)
+                finally:
+                    client.close()
             finally:
                 ports.close()
         elif agent is Agent.QGA:

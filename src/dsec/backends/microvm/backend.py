@@ -20,7 +20,7 @@ from dsec.backends.microvm.record import MicrovmRecord
 from dsec.backends.vm import machine
 from dsec.backends.vm.backend import MachineBackend
 from dsec.backends.vm.capture import Below, Source
-from dsec.backends.vm.clones import awaken, check_same, disk_of, memory_of, processors_of
+from dsec.backends.vm.clones import awaken, check_same, disk_of, memory_of, processors_of, rehearse
 from dsec.backends.vm.disks import check_layers, digest_of, has_blob, layer_binds
 from dsec.backends.vm.driver import DISK_NAME
 from dsec.backends.vm.drivers import Machine, VmDriver
@@ -227,7 +227,7 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
     async def _build_template(
         self, directory: Path, wanted: _Wanted, layers: list[JailBind], driver: VmDriver[Any]
     ) -> None:
-        """Booted until its agent answers. Of a card that it has nothing is behind."""
+        """Booted until its agent has run a command. Of a card that it has nothing is behind."""
         async with self._nobodys(wanted) as record:
             async with driver.booting(directory, wanted.shape, self._confines(record, driver), layers) as found:
                 client = await AgentClient.connect(
@@ -235,8 +235,11 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
                     sandbox=record.sandbox,
                     open_timeout_s=self._config.boot_s,
                 )
-                await client.usage()  # what it needs is in its memory then
-                client.close()
+                try:
+                    await client.usage()  # what it needs is in its memory then
+                    await rehearse(client)
+                finally:
+                    client.close()
                 await driver.save(found, directory)
 
     # ---- spares ----------------------------------------------------------------------------------

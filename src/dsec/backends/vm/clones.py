@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
 import time
@@ -13,14 +14,20 @@ from dsec.agent.client import AgentClient
 from dsec.backends.base import InstanceSpec
 from dsec.backends.vm.instance import MachineInstance
 from dsec.backends.vm.saved import SavedMachine
-from dsec.core.errors import DsecError, InvalidArgumentError, LaunchError, UnsupportedError
+from dsec.core.errors import CapacityError, DsecError, InvalidArgumentError, LaunchError, UnsupportedError
+from dsec.core.ids import new_exec_id
 from dsec.core.limits import MIB
 from dsec.core.spec import NetworkMode, SandboxSpec
 from dsec.core.units import format_size
-from dsec.wire.agent import ClaimArgs
+from dsec.wire.agent import ClaimArgs, Exec
 
 _PROCESSORS_MAX: Final = 64
 _SEED_BYTES: Final = 64
+_REHEARSED: Final = b"true"
+_REHEARSALS: Final = 2  # an emulator translates the rest at the second: 20 ms of 250
+_REHEARSED_S: Final = 10.0  # then its agent kills it: the image's shell is anybody's
+_REHEARSED_BYTES_MAX: Final = 4096
+_REHEARSAL_S: Final = 30.0
 
 
 class Sized(Protocol):
@@ -47,8 +54,9 @@ async def awaken(
     *,
     wait_s: float,
 ) -> None:
-    """Before anything of a user runs in it: its randomness, its clock, its name (`args`; a spare has none yet). All
-    clones have been one machine. One that was saved serves another sandbox from here on. Raises LaunchError."""
+    """Before anything of a user runs in it: its randomness, its clock, its name (`args`; a spare has none yet, and is
+    rehearsed). All clones have been one machine. One that was saved serves another sandbox from here on. Raises
+    LaunchError."""
     serves = instance.id if saved is None else saved.manifest.sandbox
     try:
         # Many that begin at once share few processors, and none of them is dead for that.
@@ -61,8 +69,35 @@ async def awaken(
         await client.clock(paused_s=0.0, wall_s=time.time())
         if args is not None:
             await client.claim(args)
+        elif saved is None:  # what was saved stands still until it is claimed
+            await rehearse(client)
     finally:
         client.close()
+
+
+async def rehearse(client: AgentClient) -> None:
+    """A command of the image's shell, in a machine that is nobody's yet: what the first one of a caller would wait for
+    (the kernel's caches, and where it is emulated what is translated) is there then. Nothing of it is left, not even
+    its name. An image without a shell, and an agent that was built before there were rehearsals, are as they are.
+    Raises LaunchError when it does not end."""
+    try:
+        async with asyncio.timeout(_REHEARSAL_S):
+            for _ in range(_REHEARSALS):
+                await _rehearse_once(client)
+    except (InvalidArgumentError, CapacityError):
+        return
+    except TimeoutError as error:
+        raise LaunchError("a rehearsal in a machine does not end", step="agent") from error
+
+
+async def _rehearse_once(client: AgentClient) -> None:
+    id = new_exec_id()
+    stream = await client.exec(
+        Exec(id=id, shell=_REHEARSED, timeout_s=_REHEARSED_S, grace_s=0.0, output_bytes_max=_REHEARSED_BYTES_MAX)
+    )
+    async for _ in stream:
+        pass
+    await client.exit_ack(id)
 
 
 def check_same(had: Sized, spec: SandboxSpec) -> None:

@@ -73,6 +73,7 @@ class Driver(Runner):
         argv += machine.boot_arguments(
             kernel="/boot/vmlinux",
             initramfs=f"{machine.TEMPLATE}/initramfs",
+            emulated=self.accelerator == "tcg",
             tsc_khz=tsc_khz() if self.accelerator == "tcg" else None,
         )
         confines = confined(confines, binds, network=shape.network)
