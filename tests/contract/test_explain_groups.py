@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import dsec
-from dsec.api.explaining import caps_together, group_places
+from dsec.api.explaining import caps_of_levels, caps_together, group_places
 from dsec.core.limits import GIB
 from dsec.core.spec import Environment, Place, SandboxSpec
 from dsec.wire.errors import ErrorBody
@@ -76,6 +76,19 @@ def test_caps_are_of_all_members_together() -> None:
     assert not caps_together([cap(1.0), cap(1.5)])[0].fits
     assert not caps_together([cap(0.0, fits=False), cap(1.0)])[0].fits  # one that does not say how much
     assert caps_together([cap(0.0, limit=0.5)])[0].fits
+
+
+def test_creations_a_second_are_counted_of_those_that_start_together() -> None:
+    def caps(limit: float) -> list[CapVerdict]:
+        return [
+            CapVerdict(project="/a", cap=cap, limit=limit, used=0.0, reserved=0.0, asked=1.0, fits=True)
+            for cap in ("sandboxes", "container.creates_per_s")
+        ]
+
+    found = {cap.cap: (cap.asked, cap.fits) for cap in caps_of_levels([[*caps(2), *caps(2)], caps(2)])}
+    assert found == {"sandboxes": (3.0, False), "container.creates_per_s": (2.0, True)}
+    found = {cap.cap: (cap.asked, cap.fits) for cap in caps_of_levels([caps(1), [*caps(1), *caps(1)]])}
+    assert found["container.creates_per_s"] == (2.0, False)
 
 
 def test_by_sdk_and_command_it_is_what_a_start_would_meet(service: RunningService, tmp_path: Path) -> None:

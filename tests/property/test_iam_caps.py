@@ -349,8 +349,15 @@ async def test_a_cap_on_creations_a_second_lets_as_many_through_the_next_second(
     world = World(Even(), {"/": Quota(creates_per_s=5)})
     ledger = world.replica()
 
+    rules = list(world.quotas.items())
+
+    async def reserved() -> float:
+        return sum(use.reserved for use in await ledger.uses(rules))
+
     assert await filled(world, ledger, 20) == 5
+    assert await reserved() == 5
     world.now += RATE_WINDOW_S + 0.01
+    assert await reserved() == 0, "those of the second before are told as used"
     assert await filled(world, ledger, 20) == 5
 
 

@@ -25,7 +25,8 @@ from dsec.core.errors import (
     StorageError,
     UnsupportedError,
 )
-from dsec.core.spec import SandboxSpec, Substrate
+from dsec.core.spec import Environment, SandboxSpec, Substrate
+from dsec.node.origins import Origin
 from dsec.node.snapshots import Captured, Snapshots, _run_to_merge
 from dsec.node.snapshotstore import SnapshotStore
 from dsec.node.supervisor import Supervisor
@@ -572,3 +573,21 @@ async def test_one_project_leaves_a_turn_to_others(client: NodeClient, monkeypat
     await asyncio.gather(*taking, return_exceptions=True)
 
     assert not client.node.snapshots._under_way
+
+
+def test_what_is_said_wins_over_the_snapshot_though_it_is_the_default() -> None:
+    other = SandboxSpec(
+        environment=Environment("e"), cpu=2.0, memory_bytes=2 << 30, pids_max=7, keepalive=True, user="u", start=True
+    )
+    asked, origin = SandboxSpec(environment=Environment("base")), Origin(other, ())
+
+    left = origin.spec_for(asked)
+    said = origin.spec_for(asked, frozenset({"cpu", "memory_bytes", "pids_max", "keepalive", "user", "environment"}))
+
+    assert (left.cpu, left.memory_bytes, left.pids_max, left.keepalive, left.user) == (2.0, 2 << 30, 7, True, "u")
+    assert (said.cpu, said.memory_bytes, said.pids_max, said.keepalive) == (1.0, 1 << 30, 1024, False)
+    assert (said.user, said.start, said.environment.base) == ("u", True, "e"), "None is nothing that is said"
+    machine = Origin(msgspec.structs.replace(other, substrate=Substrate.MICROVM), ())
+    assert machine.spec_for(asked).substrate is Substrate.MICROVM
+    with pytest.raises(UnsupportedError):
+        machine.spec_for(asked, frozenset({"substrate"}))

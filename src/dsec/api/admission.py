@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
-from dsec.api.explaining import cap_verdict, caps_together, group_places, node_verdicts
+from dsec.api.explaining import cap_verdict, caps_of_levels, group_places, node_verdicts
 from dsec.cluster.fleet import Fleet
 from dsec.cluster.placement import Refusal
 from dsec.cluster.rpc import Rpc
@@ -20,7 +20,7 @@ from dsec.iam.policies import check_policies, check_ttl
 from dsec.iam.view import Rules
 from dsec.wire.codec import pack, unpack
 from dsec.wire.errors import body_of
-from dsec.wire.groups import GroupRequest, create_request
+from dsec.wire.groups import GroupRequest, create_request, levels
 from dsec.wire.iam import Holdings, HoldingsQuery
 from dsec.wire.node import Caller, Method, Right
 from dsec.wire.plans import CreatePlan, Explanation, GroupExplanation, PlanRequest
@@ -110,7 +110,7 @@ class Admission:
 
         found = dict(zip(asked.members, await asyncio.gather(*map(one, asked.members)), strict=True))
         members = {name: explanation for name, (explanation, _, _) in found.items()}
-        caps = caps_together(cap for explanation in members.values() for cap in explanation.caps)
+        caps = caps_of_levels([cap for name in level for cap in members[name].caps] for level in levels(asked))
         nodes, missing, why = group_places(
             {name: plans for name, (_, plans, _) in found.items()},
             {name: explanation.spec for name, explanation in members.items()},

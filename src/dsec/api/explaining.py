@@ -30,11 +30,12 @@ from dsec.wire.plans import CapVerdict, CreatePlan, NodeVerdict
 _NAMED_MAX: Final = 3
 _SEED: Final = 0  # whoever asks twice is told the same
 _THOUSANDTHS: Final = 1000
+_RATE: Final = "creates_per_s"
 
 
 def cap_verdict(use: CapUse, spec: SandboxSpec) -> CapVerdict:
     name = use.cap.rpartition(".")[2]
-    asked = 1.0 if name == "creates_per_s" else float(amounts_of(spec)[name])
+    asked = 1.0 if name == _RATE else float(amounts_of(spec)[name])
     if use.cap not in (name, f"{spec.substrate}.{name}"):
         asked = 0.0  # of another substrate
     if name == "cpu":
@@ -125,6 +126,19 @@ def group_places(
     texts |= {node: reason.text for node, reason in reasons.items() if node not in closed} | refused[places]
     why = "; ".join(sorted(set(texts.values()))[:_NAMED_MAX])
     return {}, places, f"the group fits on no node, and over several there is none for {places}: {why}"
+
+
+def caps_of_levels(levels: Iterable[Iterable[CapVerdict]]) -> list[CapVerdict]:
+    """Of several, of whom some are asked for once others are there: creations a second are those of one level."""
+    found = [list(level) for level in levels]
+    lasting = [cap for level in found for cap in level if not cap.cap.endswith(_RATE)]
+    rates: dict[tuple[str, str], CapVerdict] = {}
+    for level in found:
+        for cap in caps_together(cap for cap in level if cap.cap.endswith(_RATE)):
+            most = rates.get((cap.project, cap.cap))
+            if most is None or cap.asked > most.asked:
+                rates[cap.project, cap.cap] = cap
+    return [*caps_together(lasting), *rates.values()]
 
 
 def caps_together(found: Iterable[CapVerdict]) -> list[CapVerdict]:

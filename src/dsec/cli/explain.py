@@ -35,8 +35,8 @@ def explain(
         str, typer.Argument(help="What it would start from.", autocompletion=complete_environment)
     ] = "base",
     backend: Substrate = "container",
-    cpu: Cpu = 1.0,
-    memory: Memory = "1GiB",
+    cpu: Cpu = None,
+    memory: Memory = None,
     disk: Disk = None,
     volume: Volumes = None,
     dataset: Datasets = None,

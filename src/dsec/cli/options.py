@@ -17,8 +17,11 @@ Environment = Annotated[
 Substrate = Annotated[
     str, typer.Option("--backend", metavar="SUBSTRATE", help="What it is made of; `dsec doctor` says what there is.")
 ]
-Cpu = Annotated[float, typer.Option(metavar="CORES", help="Processor cores, such as 0.5.")]
-Memory = Annotated[str, typer.Option(metavar="SIZE", help="Such as 512MiB.")]
+Cpu = Annotated[
+    float | None,
+    typer.Option(metavar="CORES", help="Processor cores, such as 0.5 (default: 1).", show_default=False),
+]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Such as 512MiB (default: 1GiB).", show_default=False)]
 Disk = Annotated[str | None, typer.Option(metavar="SIZE", help="Such as 10GiB. Refused where it cannot be enforced.")]
 Volumes = Annotated[
     list[str] | None,
@@ -42,7 +45,10 @@ Egress = Annotated[
         show_default=False,
     ),
 ]
-Pids = Annotated[int, typer.Option(metavar="COUNT", help="Processes and threads at once.")]
+Pids = Annotated[
+    int | None,
+    typer.Option(metavar="COUNT", help="Processes and threads at once (default: 1024).", show_default=False),
+]
 Queue = Annotated[float, typer.Option("--queue", metavar="SECONDS", help="Where there is no room, wait for some.")]
 Env = Annotated[
     list[str] | None,

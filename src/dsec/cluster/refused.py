@@ -39,7 +39,7 @@ def no_node(
     if causes := _causes(dict(closed) | dict(reasons), ask):
         text += f": {'; '.join(causes)}"
     if reasons and not tried and all(reason.code in _LASTING for reason in reasons.values()):
-        return UnsupportedError(text)
+        return UnsupportedError(text, hint="`dsec explain` with the same options says why, node by node")
     if reasons and not tried and all(reason.code in (*_LASTING, "size") for reason in reasons.values()):
         return CapacityError(text, hint="ask for less", detail={"never": True})
     hint = None

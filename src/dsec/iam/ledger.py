@@ -180,6 +180,7 @@ class Ledger:
 
     async def uses(self, quotas: Iterable[tuple[str, Quota]]) -> list[CapUse]:
         """Every cap of these projects, with what there is of it."""
+        self._settle_due()  # creations of more than a second ago count for nothing
         found = []
         bound = [(project, caps_of(quota)) for project, quota in quotas]
         held = await self._holdings([project for project, _ in bound]) if bound else {}

@@ -146,7 +146,7 @@ class Creation:
         """What `create` would do. Raises what it would raise for a wrong request, IdempotencyError."""
         known = key is not None and self._known((caller.project, key), _hash(request)) is not None
         origin = self._origin(request, caller)
-        spec = request.spec if origin is None else origin.spec_for(request.spec)
+        spec = request.spec if origin is None else origin.spec_for(request.spec, request.said())
         return await self.plan_of(spec, caller.project, origin, known=known)
 
     async def plan_of(self, spec: SandboxSpec, project: str, origin: Origin | None, *, known: bool) -> CreatePlan:
@@ -205,7 +205,7 @@ class Creation:
         try:
             origin = self._origin(request, caller) or origin
             if origin is not None:
-                spec = origin.spec_for(spec)
+                spec = origin.spec_for(spec, request.said())
             backend = self._backend(spec)
             sandbox = await self._reserve(spec, backend, caller, key, origin, fork)
             key_row = None
@@ -253,10 +253,12 @@ class Creation:
             raise UnsupportedError(
                 f"this node does not offer the substrate {spec.substrate}", hint=f"it offers {offered}"
             )
-        if spec.network not in backend.capabilities.networks:
+        able = backend.capabilities
+        if spec.network not in able.networks:
+            why = f": {able.network_reason}" if able.network_reason else ""
             raise UnsupportedError(
-                f"{spec.substrate} sandboxes on this node do not have network mode {spec.network}",
-                hint=f"they have {', '.join(sorted(backend.capabilities.networks))}",
+                f"{spec.substrate} sandboxes on this node do not have network mode {spec.network}{why}",
+                hint=f"they have {', '.join(sorted(able.networks))}",
             )
         if spec.disk_bytes is not None and backend.capabilities.disk_limit is None:
             raise UnsupportedError(
@@ -540,5 +542,5 @@ def _launch_error(id: str, step: str, error: BaseException, *, clean: bool) -> D
 
 
 def _hash(request: CreateRequest) -> bytes:
-    asked = request.spec if request.snapshot is None else (request.spec, request.snapshot)
+    asked = request.spec if request.snapshot is None else (request.spec, request.snapshot, *sorted(request.said()))
     return hashlib.sha256(pack(asked)).digest()

@@ -47,14 +47,16 @@ class Origin:
             command=self.image.command,
         )
 
-    def spec_for(self, asked: SandboxSpec) -> SandboxSpec:
+    def spec_for(self, asked: SandboxSpec, said: frozenset[str] = frozenset()) -> SandboxSpec:
         """What is asked for, and where that is a default, what the other sandbox had. Variables and labels add up.
+        `said`: what is asked for though it is a default.
 
         Volumes are only those that are asked for: a name means one of whoever asks, who may be of another project. So
         is a network, but of forks: who does not ask for one has none, and a machine with a card reaches nothing by it.
         Raises UnsupportedError for another substrate.
         """
-        if asked.substrate not in (_DEFAULTS["substrate"], self.spec.substrate):
+        default = () if "substrate" in said else (_DEFAULTS["substrate"],)
+        if asked.substrate not in (*default, self.spec.substrate):
             raise UnsupportedError(
                 f"a snapshot of a {self.spec.substrate} sandbox cannot become a {asked.substrate} sandbox"
             )
@@ -64,7 +66,7 @@ class Origin:
         changes["volumes"] = datasets
         for name, default in _DEFAULTS.items():
             value = getattr(asked, name)
-            if name not in _NOT_TAKEN and value != default:
+            if name not in _NOT_TAKEN and (value != default or (name in said and value is not None)):
                 changes[name] = value
         if asked.network is NetworkMode.NONE and not self.is_fork:
             changes |= {"egress": ()} if self.machine and has_card else {"network": NetworkMode.NONE, "egress": None}

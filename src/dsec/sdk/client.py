@@ -36,7 +36,7 @@ from dsec.sdk.layers import AsyncLayers
 from dsec.sdk.lines import json_lines
 from dsec.sdk.machines import AsyncMachines
 from dsec.sdk.projects import AsyncProjects
-from dsec.sdk.requests import CreateOptions, make_spec
+from dsec.sdk.requests import CreateOptions, make_spec, said_of
 from dsec.sdk.sandbox import AsyncSandbox
 from dsec.sdk.snapshots import AsyncSnapshot, AsyncSnapshots
 from dsec.sdk.tokens import AsyncTokens
@@ -175,7 +175,11 @@ class AsyncClient:
     ) -> Explanation:
         """What would become of `create` with the same arguments now, and why: the policy that forbids it, the caps that
         bind it, and for each node whether it could take it. Nothing happens."""
-        request = CreateRequest(spec=make_spec(environment, **options), snapshot=snapshot)
+        request = CreateRequest(
+            spec=make_spec(environment, **options),
+            snapshot=snapshot,
+            given=said_of(options, snapshot),
+        )
         return await self._transport.call("POST", "/sandboxes:explain", Explanation, body=request, repeatable=True)
 
     async def usage(
@@ -323,7 +327,8 @@ class AsyncClient:
         """A new sandbox; arguments as those of `Sandbox.create`."""
         on = snapshot.id if isinstance(snapshot, AsyncSnapshot) else snapshot
         spec = make_spec(environment, **options)
-        request = CreateRequest(spec=spec, timeout_s=timeout_s, snapshot=on, queue_s=queue_s)
+        given = said_of(options, on)
+        request = CreateRequest(spec=spec, timeout_s=timeout_s, snapshot=on, queue_s=queue_s, given=given)
         key = _key(idempotency_key)
         try:
             return AsyncSandbox(self, await self._create(request, key))

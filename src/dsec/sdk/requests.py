@@ -29,14 +29,25 @@ STDIN_INLINE_BYTES_MAX: Final = 1 << 20  # sent in the request itself; more is s
 INLINE_WAIT_S: Final = 20.0  # a command that ends within this costs one round trip
 
 
+# Whose default differs from None, and whose value from a snapshot may be another: option → field of the spec.
+_SAID: Final = {
+    "cpu": "cpu",
+    "memory": "memory_bytes",
+    "pids": "pids_max",
+    "privilege_gain": "privilege_gain",
+    "keepalive": "keepalive",
+    "start": "start",
+}
+
+
 class CreateOptions(TypedDict, total=False):
     """What may be asked of a sandbox besides its environment. `Sandbox.create` documents each."""
 
     backend: str
-    cpu: float
-    memory: int | str
+    cpu: float | None
+    memory: int | str | None
     disk: int | str | None
-    pids: int
+    pids: int | None
     env: Mapping[str, str] | None
     user: str | None
     workdir: str | None
@@ -46,9 +57,9 @@ class CreateOptions(TypedDict, total=False):
     ttl_idle_s: float | None
     labels: Mapping[str, str] | None
     name: str | None
-    privilege_gain: bool
-    keepalive: bool
-    start: bool
+    privilege_gain: bool | None
+    keepalive: bool | None
+    start: bool | None
     entrypoint: Sequence[str] | None
     command: Sequence[str] | None
     ready: Mapping[str, Any] | ReadyProbe | None
@@ -61,10 +72,10 @@ def make_spec(
     environment: str | Environment = "base",
     *,
     backend: str = "container",
-    cpu: float = 1.0,
-    memory: int | str = "1GiB",
+    cpu: float | None = None,
+    memory: int | str | None = None,
     disk: int | str | None = None,
-    pids: int = 1024,
+    pids: int | None = None,
     env: Mapping[str, str] | None = None,
     user: str | None = None,
     workdir: str | None = None,
@@ -74,9 +85,9 @@ def make_spec(
     ttl_idle_s: float | None = None,
     labels: Mapping[str, str] | None = None,
     name: str | None = None,
-    privilege_gain: bool = False,
-    keepalive: bool = False,
-    start: bool = False,
+    privilege_gain: bool | None = None,
+    keepalive: bool | None = None,
+    start: bool | None = None,
     entrypoint: Sequence[str] | None = None,
     command: Sequence[str] | None = None,
     ready: Mapping[str, Any] | ReadyProbe | None = None,
@@ -87,10 +98,10 @@ def make_spec(
     return SandboxSpec(
         environment=environment if isinstance(environment, Environment) else Environment(base=environment),
         substrate=_chosen(Substrate, backend, "backend"),
-        cpu=cpu,
-        memory_bytes=parse_size(memory, "memory"),
+        cpu=1.0 if cpu is None else cpu,
+        memory_bytes=limits.GIB if memory is None else parse_size(memory, "memory"),
         disk_bytes=None if disk is None else parse_size(disk, "disk"),
-        pids_max=pids,
+        pids_max=1024 if pids is None else pids,
         network=_chosen(NetworkMode, network, "network"),
         egress=None if egress is None else tuple(as_list(egress, "egress")),
         env=as_mapping(env, "env"),
@@ -100,9 +111,9 @@ def make_spec(
         ttl_idle_s=ttl_idle_s,
         labels=as_mapping(labels, "labels"),
         name=name,
-        privilege_gain=privilege_gain,
-        keepalive=keepalive,
-        start=start,
+        privilege_gain=bool(privilege_gain),
+        keepalive=bool(keepalive),
+        start=bool(start),
         entrypoint=None if entrypoint is None else tuple(as_list(entrypoint, "entrypoint")),
         command=None if command is None else tuple(as_list(command, "command")),
         ready=_probe(ready),
@@ -113,6 +124,13 @@ def make_spec(
         place=place,
         job=job,
     )
+
+
+def said_of(options: CreateOptions, snapshot: str | None) -> tuple[str, ...] | msgspec.UnsetType:
+    """What counts as asked for with a snapshot, also where it is the default."""
+    if snapshot is None:
+        return msgspec.UNSET
+    return tuple(field for name, field in _SAID.items() if options.get(name) is not None)
 
 
 def as_bytes(data: Any, what: str) -> bytes:

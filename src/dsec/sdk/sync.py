@@ -1150,10 +1150,10 @@ class Sandbox(Blocking[AsyncSandbox]):
         environment: str | Environment = "base",
         *,
         backend: str = "container",
-        cpu: float = 1.0,
-        memory: int | str = "1GiB",
+        cpu: float | None = None,
+        memory: int | str | None = None,
         disk: int | str | None = None,
-        pids: int = 1024,
+        pids: int | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         workdir: str | None = None,
@@ -1163,9 +1163,9 @@ class Sandbox(Blocking[AsyncSandbox]):
         ttl_idle_s: float | None = None,
         labels: Mapping[str, str] | None = None,
         name: str | None = None,
-        privilege_gain: bool = False,
-        keepalive: bool = False,
-        start: bool = False,
+        privilege_gain: bool | None = None,
+        keepalive: bool | None = None,
+        start: bool | None = None,
         entrypoint: Sequence[str] | None = None,
         command: Sequence[str] | None = None,
         ready: Mapping[str, Any] | ReadyProbe | None = None,
@@ -1180,9 +1180,10 @@ class Sandbox(Blocking[AsyncSandbox]):
     ) -> Sandbox:
         """A new sandbox, running and reachable; or an error, and nothing of it is left.
 
-        `environment`: a name, or `dsec.Environment(base=…, workspace=…, toolkits=(…,))`. `cpu` in cores; sizes as
-        bytes or text such as "4GiB"; `env`, `user` and `workdir` are the defaults of its commands; `ttl_running_s`
-        counts from now, `ttl_idle_s` from its last use; with `keepalive` processes in the background are use, too.
+        `environment`: a name, or `dsec.Environment(base=…, workspace=…, toolkits=(…,))`. `cpu` in cores (1);
+        `memory` ("1GiB") and `disk` as bytes or text; at most `pids` (1024) processes; `env`, `user` and
+        `workdir` are the defaults of its commands; `ttl_running_s` counts from now, `ttl_idle_s` from its last use;
+        with `keepalive` processes in the background are use, too.
         `network`: "none" is loopback alone; with "proxied" it reaches, by TCP and through the node, what `egress`
         allows: names such as "packages.example" (ports 80 and 443), "*.mirror.example:80" or "10.1.0.0/16:5432"; None
         is all that is public, [] nothing.
@@ -1194,7 +1195,7 @@ class Sandbox(Blocking[AsyncSandbox]):
         which nodes it may be on, and which sandboxes are to spread over them. `job`: the name of a job of the project,
         with which it is paused and stopped.
         `snapshot`: a name, id or Snapshot. The files are those of the snapshotted sandbox then, and so is its
-        environment and whatever is left at its default here, but for the name; `env` and `labels` add to it.
+        environment and whatever is not given here, but for the name; `env` and `labels` add to it.
         `idempotency_key`: the same key gives the same sandbox (default: a random one, which makes the retries of this
         call safe). `queue_s`: where there is no room it waits for some, so long, in turn with other projects' creates,
         before `timeout_s` begins. `client`: default the local service.

@@ -88,12 +88,17 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """With a snapshot, what `spec` leaves at its default is the snapshotted sandbox's, and so is the environment."""
+    """With a snapshot, what `spec` leaves at its default is the snapshotted sandbox's, and so is the environment.
+
+    `given`: fields of `spec` that count as said, also where they are at their default; of a body in JSON without it,
+    those that are there.
+    """
 
     spec: SandboxSpec
     timeout_s: float = limits.CREATE_TIMEOUT_S_DEFAULT
     snapshot: str | None = None  # name or id
     queue_s: float = 0.0  # to wait for room, when there is none, before `timeout_s` begins
+    given: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s <= limits.CREATE_TIMEOUT_S_MAX:
@@ -101,6 +106,13 @@ class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         _check_queue_s(self.queue_s)
         if self.snapshot is not None:
             parse_name(self.snapshot, "snapshot name")
+        if self.given is not msgspec.UNSET:
+            for name in self.given:
+                if name not in SandboxSpec.__struct_fields__:
+                    raise InvalidArgumentError(f"{name[:40]!r} in `given` is no field of a spec")
+
+    def said(self) -> frozenset[str]:
+        return frozenset() if self.given is msgspec.UNSET else frozenset(self.given)
 
 
 def _check_queue_s(queue_s: float) -> None:

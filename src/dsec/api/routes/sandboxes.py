@@ -20,7 +20,7 @@ from dsec.core.limits import LIST_PAGE_DEFAULT, LIST_PAGE_MAX
 from dsec.core.spec import Place, check_labels
 from dsec.core.states import SandboxState
 from dsec.wire.api import HEADER_NODE
-from dsec.wire.codec import to_json
+from dsec.wire.codec import from_json, to_json
 from dsec.wire.node import Method, Right, SetEgress, SetTtl
 from dsec.wire.plans import Explanation
 from dsec.wire.records import (
@@ -41,8 +41,21 @@ _STATES = frozenset(map(str, SandboxState))
 _WAIT = re.compile(r"wait=([0-9]{1,6}(?:\.[0-9]{1,3})?)\Z")
 
 
+class _Keys(msgspec.Struct, frozen=True):
+    spec: dict[str, msgspec.Raw] = {}
+
+
+async def _asked(request: Request) -> CreateRequest:
+    """With a snapshot, what is there in the text is said, though it is the default."""
+    text = await request.body() or b"{}"
+    body = from_json(text, CreateRequest)
+    if body.snapshot is not None and body.given is msgspec.UNSET:
+        body = msgspec.structs.replace(body, given=tuple(sorted(from_json(text, _Keys).spec)))
+    return on_named_node(body, request)
+
+
 async def create_sandbox(request: Request) -> Answer:
-    body = on_named_node(await request.record(CreateRequest), request)
+    body = await _asked(request)
     wait_s = _preferred_wait_s(request)
     sandbox = await create(request, body, key=request.key, wait_s=wait_s)
     return Answer(to_json(sandbox), status=201)
@@ -118,7 +131,7 @@ def _preferred_wait_s(request: Request) -> float | None:
 
 
 async def explain_create(request: Request) -> Answer:
-    body = on_named_node(await request.record(CreateRequest), request)
+    body = await _asked(request)
     return Answer(to_json(await request.services.admission.explain(body, request.caller)))
 
 
