@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import os
 import socket
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from dsec.backends.forwarding import NetworkPlace
+from dsec.core.errors import UnsupportedError
 from dsec.core.ids import NodeId, SandboxId
 from dsec.core.spec import NetworkMode, SandboxSpec, Substrate
 from dsec.core.states import EndCause
@@ -68,6 +70,12 @@ class Probe:
     hint: str | None = None
     facts: dict[str, str] = field(default_factory=dict)  # shown by doctor: mechanism → what was found
     weak: dict[str, Weakness] = field(default_factory=dict)  # of these facts
+
+
+def require_root(who: str) -> None:
+    """Before anything of an instance is made. Raises UnsupportedError."""
+    if os.geteuid() != 0:
+        raise UnsupportedError(f"{who} need root on the node", hint="start `dsec up` as root")
 
 
 @dataclass(frozen=True, slots=True)

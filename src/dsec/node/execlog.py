@@ -18,6 +18,7 @@ from typing import Final
 from dsec.core.errors import GoneError, ProtocolError, StorageError
 from dsec.core.faults import fault_point
 from dsec.core.limits import MIB
+from dsec.node.host import hint_of
 from dsec.node.rows import ExecEndEntry, ExecEntry
 from dsec.wire.codec import pack, unpack
 
@@ -71,7 +72,10 @@ class ExecLog:
                 raise OSError(f"{written} of {len(data)} bytes were written")
         except OSError as error:
             self._cut(position)
-            raise StorageError("the exec log could not be written", hint="is the node's disk full?") from error
+            raise StorageError(
+                f"the exec log could not be written: {error.strerror or error}",
+                hint=hint_of(error, "is the node's disk full?"),
+            ) from error
         self._end = position + len(data)
         return position
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Final
 
 from dsec.core.errors import HostError
+
+_NO_DESCRIPTORS: Final = {
+    errno.EMFILE: "the node has no file descriptors left: raise LimitNOFILE of its service",
+    errno.ENFILE: "the machine has no file descriptors left: raise fs.file-max",
+}
+
+
+def hint_of(error: OSError, otherwise: str) -> str:
+    """What may be wrong where something of the node's own could not be read or written."""
+    return _NO_DESCRIPTORS.get(error.errno or 0, otherwise)
 
 
 def boot_id() -> str:
@@ -13,7 +25,7 @@ def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError as error:
-        raise HostError("the machine's boot id cannot be read", hint="is /proc mounted?") from error
+        raise HostError("the machine's boot id cannot be read", hint=hint_of(error, "is /proc mounted?")) from error
 
 
 def memory_total_bytes() -> int:
@@ -27,7 +39,7 @@ def memory_available_bytes() -> int:
         with open("/proc/meminfo", "rb", buffering=0) as file:
             text = file.read(1_024) or b""
     except OSError as error:
-        raise HostError("the machine's free memory cannot be read", hint="is /proc mounted?") from error
+        raise HostError("the machine's free memory cannot be read", hint=hint_of(error, "is /proc mounted?")) from error
     _, found, rest = text.partition(b"MemAvailable:")
     if found:
         return int(rest.split(maxsplit=1)[0]) * 1024

@@ -22,6 +22,7 @@ from dsec.core.errors import (
     StorageError,
 )
 from dsec.core.spec import Substrate
+from dsec.node.host import hint_of
 from dsec.storage.layers import sync, write_synced
 from dsec.wire import codec
 from dsec.wire.node import team_of
@@ -144,7 +145,8 @@ class SnapshotStore:
                 with suppress(OSError):
                     left.unlink(missing_ok=True)
             raise StorageError(
-                f"the record of the snapshot could not be written: {error.strerror}", hint="is the disk full?"
+                f"the record of the snapshot could not be written: {error.strerror}",
+                hint=hint_of(error, "is the disk full?"),
             ) from error
 
     def enter(self, row: SnapshotRow) -> None:

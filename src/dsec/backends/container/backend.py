@@ -13,7 +13,17 @@ from typing import Any
 
 import msgspec
 
-from dsec.backends.base import Capabilities, Entrance, Instance, InstanceSpec, Intend, Keeps, Layer, Probe
+from dsec.backends.base import (
+    Capabilities,
+    Entrance,
+    Instance,
+    InstanceSpec,
+    Intend,
+    Keeps,
+    Layer,
+    Probe,
+    require_root,
+)
 from dsec.backends.container.capture import ContainerCapture
 from dsec.backends.container.config import ContainerConfig
 from dsec.backends.container.disk import Disk
@@ -156,8 +166,6 @@ class ContainerBackend:
         """By launching a container of nothing but the agent, and destroying it."""
         facts = _describe(self._host)
         await asyncio.to_thread(self._disk.look)
-        if os.geteuid() != 0:
-            return Probe(False, "containers need root on the node", "start `dsec up` as root", facts)
         spec = SandboxSpec(environment=Environment("probe"), memory_bytes=64 << 20, pids_max=64)
         trial = InstanceSpec(new_sandbox_id(new_node_id()), self._node, spec, (), {}, None, None)
         try:
@@ -460,6 +468,7 @@ class ContainerBackend:
     async def _open(self) -> HostFacts:
         if self._facts is not None:
             return self._facts
+        require_root("containers")
         async with self._opening:
             if self._facts is None:
                 self._facts = await asyncio.to_thread(self._prepare)

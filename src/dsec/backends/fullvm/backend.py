@@ -79,7 +79,7 @@ class _Wanted:
 
 
 class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted]):
-    NEEDS_ROOT = "full machines need root on the node"
+    PLURAL = "full machines"
     record_type = FullvmRecord
 
     def __init__(self, config: FullvmConfig, *, node: NodeId) -> None:

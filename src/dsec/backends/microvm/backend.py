@@ -58,7 +58,7 @@ class _Wanted:
 
 
 class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wanted]):
-    NEEDS_ROOT = "microvms need root on the node"
+    PLURAL = "microvms"
     record_type = MicrovmRecord
 
     def __init__(self, config: MicrovmConfig, *, node: NodeId) -> None:

@@ -7,7 +7,6 @@ which order things are written down and removed, is the same for all.
 from __future__ import annotations
 
 import asyncio
-import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -16,7 +15,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
-from dsec.backends.base import Capabilities, InstanceSpec, Intend, Layer, Probe
+from dsec.backends.base import Capabilities, InstanceSpec, Intend, Layer, Probe, require_root
 from dsec.backends.forwarding import NETWORK
 from dsec.backends.machines import MachineDisk
 from dsec.backends.steering import why_not_steered
@@ -61,7 +60,7 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
     """One per node. Instances run on when it is closed. R: its records, I: its instances, F: what it has found on this
     host, W: what it needs to know of one that is wanted."""
 
-    NEEDS_ROOT: ClassVar[str]
+    PLURAL: ClassVar[str]  # what its instances are called
     record_type: type[R]
 
     def __init__(self, config: PlaceConfig, *, node: NodeId, templates: Templates) -> None:
@@ -129,8 +128,6 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
         return self._probe
 
     async def _try(self) -> Probe:
-        if os.geteuid() != 0:
-            return Probe(False, self.NEEDS_ROOT, "start `dsec up` as root")
         try:
             return self._shown(await self._open())
         except DsecError as error:
@@ -139,6 +136,7 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
     async def _open(self) -> F:
         if self._facts is not None:
             return self._facts
+        require_root(self.PLURAL)
         async with self._opening:
             if self._facts is None:
                 self._facts = await self._prepare()

@@ -30,7 +30,7 @@ def check_layers(layers: tuple[Layer, ...], *, network: bool = False) -> None:
     if len(layers) > most:
         raise UnsupportedError(
             f"a microvm has at most {most} layers, and the environment has {len(layers)}",
-            hint="collapse it: `dsec env collapse NAME`",
+            hint="collapse it: `dsec layer collapse NAME`",
         )
 
 

@@ -313,6 +313,6 @@ def drives_of(shape: Shape) -> list[tuple[str, str, bool]]:
     if len(drives) > most:
         raise UnsupportedError(
             f"Firecracker has at most {most} devices for layers, and the environment has {len(drives)}",
-            hint="collapse it: `dsec env collapse NAME`",
+            hint="collapse it: `dsec layer collapse NAME`",
         )
     return [*drives, ("disk", _DISK, True)]
