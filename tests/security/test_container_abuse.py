@@ -219,6 +219,7 @@ print(taken, flush=True); time.sleep(600)
         with pytest.raises(FileError) as refused:
             await sandbox.files.watch("/tmp")
         assert refused.value.detail["errno"] == "EMFILE"
+        assert "inotify instances" in str(refused.value.hint)
         assert await works(sandbox)
         assert await python(neighbour, one) == "True\n"
         async with await neighbour.files.watch("/tmp"):

@@ -26,19 +26,25 @@ from tests.system.container_place import ENVIRONMENT, Place, private_place, serv
 
 pytestmark = pytest.mark.root
 
-_BLOCK: Final = re.compile(r"^```py\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_BLOCK: Final = re.compile(r"^```py(?:thon)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _SERVER: Final = "import socket; server = socket.create_server(('127.0.0.1', 5432))\nwhile True: server.accept()"
 
 
 def block(page: str, of: str) -> str:
     """The one that has these words."""
-    (found,) = [text for text in _BLOCK.findall((ROOT / "docs/guides" / page).read_text()) if of in text]
+    (found,) = [text for text in _BLOCK.findall((ROOT / page).read_text()) if of in text]
     return str(found)
 
 
 @pytest.fixture
-def place(small_store: Path) -> Iterator[Place]:
-    with private_place(small_store) as place:
+def place(small_store: Path, tmp_path: Path) -> Iterator[Place]:
+    (tmp_path / "imagenet").mkdir()
+    (tmp_path / "imagenet" / "one.jpeg").touch()
+    settings = {
+        "node": {"datasets": {"imagenet": str(tmp_path / "imagenet")}},
+        "container": {"disk": "tmpfs"},
+    }
+    with private_place(small_store, settings=settings) as place:
         for name in ("base", "debian:12"):
             rename(place, name)
         rename(place, "postgres", ("/usr/bin/python3", "-c"), (_SERVER,))
@@ -71,7 +77,7 @@ async def part(client: AsyncClient, directory: Path, name: str, files: dict[str,
 
 
 async def test_an_environment_is_built_put_together_and_used(place: Place, tmp_path: Path) -> None:
-    build = block("environments.md", "DebianSource").replace(
+    build = block("docs/guides/environments.md", "DebianSource").replace(
         'dsec.DebianSource(packages=("bash", "git"))', f"dsec.DirectorySource({str(tmp_path / 'tools')!r})"
     )
     (tmp_path / "tools").mkdir()
@@ -80,7 +86,7 @@ async def test_an_environment_is_built_put_together_and_used(place: Place, tmp_p
         again = await asyncio.to_thread(run, place, build)
         await part(client, tmp_path / "repo", "repo:task-1", {"workspace/main.c": "/* TODO */\n"})
         await part(client, tmp_path / "rg", "ripgrep:14", {"usr/bin/rg": '#!/bin/sh\nexec grep -r "$1" "$2"\n'})
-        found = await asyncio.to_thread(run, place, block("environments.md", 'workspace="repo:task-1"'))
+        found = await asyncio.to_thread(run, place, block("docs/guides/environments.md", 'workspace="repo:task-1"'))
         left = await client.list()
 
     assert any(line.startswith("publish") or line.startswith("digest") for line in said)
@@ -92,7 +98,9 @@ async def test_an_environment_is_built_put_together_and_used(place: Place, tmp_p
 
 async def test_an_environment_goes_to_a_store_and_comes_from_there(place: Place, tmp_path: Path) -> None:
     rename(place, "tools")
-    text = block("environments.md", "StoreSource").replace("s3://bucket/layers", f"file://{tmp_path / 'store'}")
+    text = block("docs/guides/environments.md", "StoreSource").replace(
+        "s3://bucket/layers", f"file://{tmp_path / 'store'}"
+    )
     async with served(place) as (_, client):
         layers = await client.layers.list()
         if not Path("/dev/fuse").exists() or any(layer.kind != "erofs" for layer in layers):
@@ -105,12 +113,52 @@ async def test_an_environment_goes_to_a_store_and_comes_from_there(place: Place,
 
 
 async def test_the_programs_and_volumes_of_the_guides_run(place: Place) -> None:
-    started = block("environments.md", '"postgres"').replace("psql -U postgres -c 'select 1'", "true")
+    started = block("docs/guides/environments.md", '"postgres"').replace("psql -U postgres -c 'select 1'", "true")
     async with served(place) as (_, client):
         said = await asyncio.to_thread(run, place, f"import dsec\n{started}")
-        kept = await asyncio.to_thread(run, place, block("volumes.md", "client.volumes.create"))
+        kept = await asyncio.to_thread(run, place, block("docs/guides/volumes.md", 'size="1GiB"'))
         volumes = await client.volumes.list()
 
     assert said == ["running"]
     assert kept == ["42", ""]
-    assert volumes == []
+    assert [volume.name for volume in volumes] == ["imagenet"]
+
+
+async def test_the_first_block_of_all_runs(place: Place) -> None:
+    async with served(place):
+        said = await asyncio.to_thread(run, place, block("README.md", "dsec.Sandbox.create"))
+
+    assert said == ["0 hello from /tmp/hello.py", "", "hi from /tmp", ""]
+
+
+async def test_servers_are_reached_from_outside_and_from_beside(place: Place) -> None:
+    waiting = block("docs/guides/ports.md", "/dev/tcp").strip()
+    start, _, use = block("docs/guides/ports.md", "http.client").partition("    connection =")
+    async with served(place):
+        outside = await asyncio.to_thread(run, place, f"{start}    {waiting}\n    connection ={use}")
+        beside = await asyncio.to_thread(run, place, block("docs/guides/groups.md", "files:8000"))
+
+    assert outside == ["200"]
+    assert beside == ["200", ""]
+
+
+async def test_what_limits_a_disk_what_datasets_hold_and_what_is_published(place: Place) -> None:
+    full = block("docs/guides/volumes.md", "No space left").replace("2GiB", "32MiB").replace("3G", "64M")
+    published = f"""
+import dsec
+with dsec.Sandbox.create("base") as sb:
+    sb.files.write("/opt/made", b"here", parents=True)
+    snapshot = sb.snapshot()
+{block("docs/guides/snapshots.md", "snapshot.publish")}
+(made,) = dsec.Client().list()
+print(made.exec("cat /opt/made").stdout)
+made.destroy()
+"""
+    async with served(place):
+        used = await asyncio.to_thread(run, place, full)
+        data = await asyncio.to_thread(run, place, block("docs/guides/volumes.md", "dataset=True"))
+        made = await asyncio.to_thread(run, place, published)
+
+    assert 24 << 20 <= int(used[0]) <= 32 << 20
+    assert data == ["one.jpeg", ""]
+    assert made == ["here"]

@@ -23,6 +23,14 @@ from dsec.wire.agent import AgentError
 
 
 @pytest.mark.parametrize(
+    ("op", "errno", "hint"),
+    [("write", "ENOSPC", "disk is full"), ("watch", "ENOSPC", "watch fewer"), ("watch", "EMFILE", "inotify instances")],
+)
+def test_a_hint_is_of_what_was_asked_for(op: str, errno: str, hint: str) -> None:
+    assert hint in str(error_from_agent(AgentError("file", "/work", errno), op).hint)
+
+
+@pytest.mark.parametrize(
     ("code", "errno", "kind"),
     [
         ("invalid", None, InvalidArgumentError),

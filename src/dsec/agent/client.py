@@ -10,9 +10,17 @@ from dsec.agent.channel import REQUEST_TIMEOUT_S, AgentChannel, Connect
 from dsec.agent.execs import ExecStream
 from dsec.agent.streams import Shape
 from dsec.agent.transfers import Download, Duplex, Upload, Watch
+from dsec.core.clock import Clock
 from dsec.core.errors import LimitError
 from dsec.core.faults import fault_point
-from dsec.core.limits import CREDIT_INITIAL_BYTES, DOWNLOAD_WINDOW_BYTES, LIST_ENTRIES_MAX, PREAMBLE_TIMEOUT_S
+from dsec.core.limits import (
+    CLOCK_LATE_S_MAX,
+    CLOCK_TRIES_MAX,
+    CREDIT_INITIAL_BYTES,
+    DOWNLOAD_WINDOW_BYTES,
+    LIST_ENTRIES_MAX,
+    PREAMBLE_TIMEOUT_S,
+)
 from dsec.wire import agent
 from dsec.wire.agent import Op
 from dsec.wire.frames import Channel
@@ -211,6 +219,16 @@ class AgentClient:
         """After a pause: timeouts are extended by it."""
         fault_point("agent.clock")
         await self._unary(Op.CLOCK, agent.ClockArgs(paused_s, wall_s))
+
+    async def set_time(self, clock: Clock, *, paused_s: float) -> None:
+        """As `clock`, and the time of day: it is late by as much as the message was on its way, so one that took long
+        is followed by another."""
+        for _ in range(CLOCK_TRIES_MAX):
+            sent_s = clock.monotonic_s()
+            await self.clock(paused_s=paused_s, wall_s=clock.wall_s())
+            paused_s = 0.0
+            if clock.monotonic_s() - sent_s <= CLOCK_LATE_S_MAX:
+                return
 
     async def claim(self, args: agent.ClaimArgs) -> None:
         """A spare agent serves `args.sandbox` from here on. Raises InvalidArgumentError when it is none."""

@@ -20,7 +20,7 @@ from dsec.core.errors import (
     SessionNotFoundError,
     UnsupportedError,
 )
-from dsec.wire.agent import AgentError
+from dsec.wire.agent import AgentError, Op
 
 MESSAGE_CHARS_MAX: Final = 500
 _CODE: Final = re.compile(r"[a-z][a-z0-9_]{0,40}\Z")
@@ -60,6 +60,11 @@ _HINTS: Final = {
     "ENOSPC": "the sandbox's disk is full: remove files, or create it with more disk",
     "EDQUOT": "the sandbox's disk is full: remove files, or create it with more disk",
 }
+# The same numbers mean something else where the kernel is asked to watch.
+_HINTS_OF_WATCHES: Final = {
+    "ENOSPC": "no more directories can be watched: watch fewer, or without recursive=True",
+    "EMFILE": "what runs in the sandbox has taken all inotify instances that it may have",
+}
 _NO_ROOM: Final = frozenset({"EAGAIN", "ENOMEM", "EMFILE", "ENFILE", "ENOSPC", "EDQUOT"})
 
 
@@ -70,7 +75,8 @@ def error_from_agent(error: AgentError, what: str) -> DsecError:
     detail = {"code": code} if errno is None else {"code": code, "errno": errno}
     message = f"{what}: {printable(error.message)}" if error.message else f"{what}: {code}"
     cls = _error_class(code, errno)
-    hint = _HINTS.get(code) or (_HINTS.get(errno) if code == "file" and errno is not None else None)
+    of_errno = _HINTS_OF_WATCHES if what == Op.WATCH else _HINTS
+    hint = _HINTS.get(code) or (of_errno.get(errno) if code == "file" and errno is not None else None)
     if issubclass(cls, SandboxError):
         return cls(message, outcome=Outcome.UNKNOWN, detail=detail, hint=hint)
     return cls(message, detail=detail, hint=hint)

@@ -241,7 +241,7 @@ class Pausing:
         try:
             client = await link.open(tries=limits.RECONNECTS_MAX) if link.never_opened else await link.client()
             with suppress(DeadlineError, UnavailableError):
-                await client.clock(paused_s=paused_s, wall_s=self._services.clock.wall_s())
+                await client.set_time(self._services.clock, paused_s=paused_s)
         except DsecError as error:
             sandbox.fail(EndCause.SANDBOX_FAULT, f"its agent does not answer after a pause: {error.message}")
             raise

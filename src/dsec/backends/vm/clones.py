@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-import time
 from collections.abc import Collection
 from functools import partial
 from typing import Any, Final, Protocol
@@ -14,6 +13,7 @@ from dsec.agent.client import AgentClient
 from dsec.backends.base import InstanceSpec
 from dsec.backends.vm.instance import MachineInstance
 from dsec.backends.vm.saved import SavedMachine
+from dsec.core.clock import SystemClock
 from dsec.core.errors import CapacityError, DsecError, InvalidArgumentError, LaunchError, UnsupportedError
 from dsec.core.ids import new_exec_id
 from dsec.core.limits import MIB
@@ -66,7 +66,7 @@ async def awaken(
         raise LaunchError(f"the agent of a clone does not answer: {error.message}", step="agent") from error
     try:
         await client.reseed(secrets.token_bytes(_SEED_BYTES), another=saved is not None)
-        await client.clock(paused_s=0.0, wall_s=time.time())
+        await client.set_time(SystemClock(), paused_s=0.0)
         if args is not None:
             await client.claim(args)
         elif saved is None:  # what was saved stands still until it is claimed
