@@ -91,10 +91,8 @@ RECORD_INLINE_BYTES_MAX: Final = 64 * KIB  # an exec's output up to this needs n
 RECORD_RUNS_MAX: Final = 1_024  # changes between the two output channels of which the order is kept
 RECORD_HOLES_MAX: Final = 64  # stretches of output lost on the way to the record that are told apart
 READ_CHUNK_BYTES: Final = 128 * KIB  # one piece of recorded output on its way to a reader
-CLOCK_LATE_S_MAX: Final = (
-    0.25  # of an agent's answer about the time: later, it is told again; clones promise half a second
-)
-CLOCK_TRIES_MAX: Final = 4  # on a machine without time for a guest, its clock is late by what the last answer took
+CLOCK_LATE_S_MAX: Final = 0.25  # of an answer about the time: later, it is told again; clones promise half a second
+CLOCK_TRIES_MAX: Final = 4  # on a machine without time for its guest, that is late by what the last answer took
 RECONNECTS_MAX: Final = 5  # tries to get a sandbox's channel back before it has failed
 CHANNEL_LOSSES_MAX: Final = 10  # in a row, each soon after hello: beyond, an agent makes its node connect for ever
 CHANNEL_CALM_S: Final = 10.0  # a channel that lasted as long was a good one
