@@ -321,9 +321,10 @@ async def site(
     private: tuple[str, ...] = (),
     binding_s: float = 30.0,
     resolv_conf: Path | None = None,
+    held: int | None = None,
     **times: float,
 ) -> AsyncIterator[Site]:
-    """With `resolv_conf` that is the host's, whose resolvers are asked then."""
+    """With `resolv_conf` that is the host's, whose resolvers are asked then. `held`: what all connections may hold."""
     with contextlib.ExitStack() as stack:
         host, outside, sandbox = (stack.enter_context(space()) for _ in range(3))
         _wire_up(host, outside)
@@ -333,6 +334,8 @@ async def site(
         if resolv_conf is not None:
             mounted = f'mount --bind {resolv_conf} /etc/resolv.conf && exec "$@"'
             wrap, resolvers = (*wrap, "unshare", "--mount", "sh", "-c", mounted, "sh"), ()
+        if held is not None:
+            wrap = (*wrap, "sh", "-c", f'exec "$@" --held {held}', "sh")
         settings = HelloArgs(resolvers=resolvers, private=private, binding_s=binding_s, **times)
         denied: list[EgressDenied] = []
         async with egress_of(run_dir, wrap=wrap, settings=settings, denied=denied.append) as egress:

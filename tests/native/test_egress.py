@@ -278,6 +278,26 @@ async def test_what_is_sent_arrives_whole_both_ways_and_halves_close(place: Site
     assert (counts.up_bytes, counts.down_bytes) == (len(data), len(came))
 
 
+async def test_who_takes_nothing_of_what_comes_is_cut_before_it_holds_too_much(run_dir: Path) -> None:
+    async with site(run_dir, held=4 << 20) as place:
+        place.internet.serve(WEB, 80, _talk_for_ever)
+        place.internet.serve(OTHER, 80)
+        await place.attach(everything=True)
+        with contextlib.ExitStack() as stack:
+            for _ in range(16):
+                with contextlib.suppress(ConnectionError):
+                    stack.enter_context(place.sandbox.connect(WEB, 80))
+            told = await eventually(lambda: [d for d in place.denied if d.reason == "memory"])
+            assert {(d.target, d.port, d.protocol) for d in told} == {(WEB, 80, "tcp")}
+        # Once that has gone it is as before.
+        await eventually(lambda: not place.is_refused(OTHER, 80))
+
+
+def _talk_for_ever(link: socket.socket) -> None:
+    while True:
+        link.sendall(bytes(1 << 16))
+
+
 @pytest.mark.parametrize("victim", ["server", "keeper"])
 async def test_its_death_lets_nothing_through_and_the_next_one_serves_all_again(place: Site, victim: str) -> None:
     await place.attach(rule("index.example"))

@@ -9,7 +9,8 @@ use crate::error::{Doing, Result};
 use When::{Always, Argument};
 
 const EXECUTABLE: u32 = libc::PROT_EXEC as u32;
-const AT_MARK: u32 = 0x8905;
+/// Whether a byte is urgent, and how much is not sent yet.
+const ASKED_OF_SOCKETS: [u32; 2] = [0x8905, libc::TIOCOUTQ as u32];
 
 /// Memory, time, and the end of a process, which the standard library asks for by itself.
 const OF_ANY: [c_long; 22] = [
@@ -102,7 +103,7 @@ pub fn confine_server() -> Result<()> {
     let mut calls = of_any(&own);
     calls.extend(OF_SERVER.map(|number| (number, Always)));
     calls.push((libc::SYS_socket, Argument(0, u32::MAX, &sockets)));
-    calls.push((libc::SYS_ioctl, Argument(1, u32::MAX, &[AT_MARK])));
+    calls.push((libc::SYS_ioctl, Argument(1, u32::MAX, &ASKED_OF_SOCKETS)));
     leave_no_trace()?;
     load_filter(&allow_only(&calls)).doing("loading the server's filter of system calls")
 }

@@ -4,12 +4,14 @@ use std::io;
 use std::net::SocketAddr;
 use std::time::Instant;
 
-use dsec_sys::epoll::{Source, READ, WRITE};
-use dsec_sys::inet::{is_urgent, reset_on_close, splice};
+use dsec_sys::epoll::{Source, EACH, HANGUP, READ, WRITE};
+use dsec_sys::inet::{
+    held_bytes, hold_at_most, is_closed, is_urgent, reset_on_close, splice, unsent_bytes,
+};
 use dsec_sys::pipes::{new_pipe, Pipe};
 use dsec_sys::sockets::shutdown_write;
 
-use crate::limits::{PIPE_BYTES, SPARE_PIPES};
+use crate::limits::{NARROW_BYTES, PIPE_BYTES, SPARE_PIPES};
 use crate::policy::{Destination, Name};
 use crate::talk::Talk;
 
@@ -21,6 +23,8 @@ pub enum Stage {
     },
     Dialing,
     Moving,
+    /// Both sides have said that there is no more, and have not had all of it yet: as long as it takes memory it counts.
+    Ending,
     /// It asks us after names.
     Asking(Talk),
 }
@@ -36,6 +40,7 @@ pub struct Flow {
     pub has_named: bool,
     /// When it ends unless something moves.
     pub until: Instant,
+    is_narrow: bool,
     up: Way,
     down: Way,
 }
@@ -67,6 +72,7 @@ impl Flow {
             names: Vec::new(),
             has_named: false,
             until,
+            is_narrow: false,
             up: Way::default(),
             down: Way::default(),
         }
@@ -94,6 +100,39 @@ impl Flow {
             down,
             is_over: self.up.is_shut && self.down.is_shut,
         })
+    }
+
+    /// Waits until both sides have had all that is for them. Whether they have.
+    pub fn settle(&mut self) -> io::Result<bool> {
+        let mut settled = true;
+        for end in [Some(&mut self.client), self.server.as_mut()] {
+            let Some(end) = end else { continue };
+            // Its end is one byte. It is hung up for as long as it lasts, and so told of only when something changes.
+            let has_all = unsent_bytes(end)? <= 1 || is_closed(end)?;
+            end.want(if has_all { 0 } else { HANGUP | EACH })?;
+            settled &= has_all;
+        }
+        Ok(settled)
+    }
+
+    /// What the kernel holds for it.
+    pub fn held(&self) -> u64 {
+        let ends = [Some(&self.client), self.server.as_ref()];
+        let sockets = ends.into_iter().flatten();
+        let held: u64 = sockets.map(|end| held_bytes(end).unwrap_or(0)).sum();
+        held + (self.up.held + self.down.held) as u64
+    }
+
+    /// The kernel holds no more for it than it must from now on.
+    pub fn narrow(&mut self) {
+        if self.is_narrow {
+            return;
+        }
+        self.is_narrow = self.server.is_some();
+        for end in [Some(&self.client), self.server.as_ref()] {
+            // One that is about to end refuses: then there is nothing to bound.
+            let _ = end.map(|end| hold_at_most(end, NARROW_BYTES));
+        }
     }
 
     /// Until it is over in order, its ends are told that it broke off, also when this process is killed: nobody takes a part

@@ -63,6 +63,17 @@ pub const UNSENT_BYTES: i32 = 256 << 10;
 pub const FLOWS_WIDE: usize = 16;
 /// Half of what it holds for each of the others, at each end and each way: enough for some MB a second from afar.
 pub const NARROW_BYTES: i32 = 64 << 10;
+/// What TCP of the machine may hold before it holds everybody short, divided by this: what all sandboxes together may make it
+/// hold here. As much is left to their own ends, and twice as much to the host.
+pub const HELD_PART: u64 = 4;
+/// And of that, divided by this, one of them: those that do not read leave the rest something.
+pub const HELD_SANDBOX_PART: u64 = 2;
+/// From such a part on, of all or of one's own, connections are held narrow; slow readers lose nothing by it but speed.
+pub const HELD_WIDE_PART: u64 = 2;
+/// Who holds less than such a part gets new connections also when all is held: others do not keep it out.
+pub const HELD_SURE_PART: u64 = 64;
+/// While TCP of the whole machine holds less than such a part there is nothing to look for: each look asks for every socket.
+pub const HELD_LOOK_PART: u64 = 4;
 /// First bytes of a connection that are looked at: a client hello with post-quantum keys has some 2 KiB, cookies 8.
 pub const PEEK_BYTES: usize = 16 << 10;
 /// How often they are looked at as they come; then only with each tick. They come in some ten pieces at most, and each look

@@ -10,6 +10,7 @@ mod error;
 mod flow;
 mod keeper;
 mod limits;
+mod memory;
 mod network;
 mod packet;
 mod peek;
@@ -38,7 +39,7 @@ use crate::error::{Doing, Error, Result};
 use crate::server::Server;
 use crate::shared::Shared;
 
-const USAGE: &str = "usage: dsec-egress --run DIR";
+const USAGE: &str = "usage: dsec-egress --run DIR [--held BYTES]";
 const EXIT_FAILED: i32 = 1;
 const EXIT_USAGE: i32 = 2;
 /// Another one serves this run directory.
@@ -55,12 +56,12 @@ const CAPABILITIES: u64 = 1 << 10 | 1 << 12 | 1 << 13 | 1 << 19 | 1 << 21;
 
 fn main() {
     let words: Vec<String> = std::env::args().skip(1).collect();
-    let code = match words.as_slice() {
-        [option, run] if option == "--run" => run_in(Path::new(run)).unwrap_or_else(|error| {
+    let code = match parse(&words) {
+        Some((run, held)) => run_in(run, held).unwrap_or_else(|error| {
             eprintln!("dsec-egress: {error}");
             EXIT_FAILED
         }),
-        _ => {
+        None => {
             eprintln!("{USAGE}");
             EXIT_USAGE
         }
@@ -68,7 +69,18 @@ fn main() {
     std::process::exit(code);
 }
 
-fn run_in(run: &Path) -> Result<i32> {
+/// The run directory, and what connections may hold in the kernel if it is given.
+fn parse(words: &[String]) -> Option<(&Path, Option<u64>)> {
+    match words {
+        [run, path] if run == "--run" => Some((Path::new(path), None)),
+        [run, path, held, bytes] if run == "--run" && held == "--held" => {
+            Some((Path::new(path), Some(bytes.parse().ok()?)))
+        }
+        _ => None,
+    }
+}
+
+fn run_in(run: &Path, held: Option<u64>) -> Result<i32> {
     let run = std::fs::canonicalize(run).doing(format!("finding {}", run.display()))?;
     process::set_umask(0o077);
     let Some(lock) = lock(&run)? else {
@@ -86,7 +98,8 @@ fn run_in(run: &Path) -> Result<i32> {
     match namespaces::clone(&namespaces::Clone::default()).doing("starting the server")? {
         namespaces::Side::Child => {
             drop(ours);
-            serve(&run, descriptors, theirs, ready).map(|()| 0)
+            let shared = || Shared::new(descriptors, held);
+            serve(&run, shared, theirs, ready).map(|()| 0)
         }
         namespaces::Side::Parent { pid, .. } => {
             drop((theirs, ready));
@@ -101,13 +114,18 @@ fn run_in(run: &Path) -> Result<i32> {
 }
 
 /// What reads what strangers send has no rights.
-fn serve(run: &Path, descriptors: u64, keeper: OwnedFd, ready: OwnedFd) -> Result<()> {
+fn serve(
+    run: &Path,
+    shared: impl FnOnce() -> Result<Shared>,
+    keeper: OwnedFd,
+    ready: OwnedFd,
+) -> Result<()> {
     let signals =
         seqpacket::signal_descriptor(&[libc::SIGTERM, libc::SIGINT]).doing("blocking signals")?;
     let listener = listen(run)?;
     give_up_all_but(0)?;
     rights::become_for_good(NOBODY, NOBODY, &[], 0).doing("becoming nobody")?;
-    let server = Server::new(listener, signals, keeper, Shared::new(descriptors)?)?;
+    let server = Server::new(listener, signals, keeper, shared()?)?;
     confine::confine_server()?;
     paths::write_once(ready.as_fd(), b"r").doing("telling that it serves")?;
     drop(ready);

@@ -39,6 +39,7 @@ pub enum Reason {
     OtherName,
     Unreadable,
     Connections,
+    Memory,
     Rate,
     More,
 }
@@ -51,6 +52,7 @@ impl Reason {
             Reason::OtherName => "other_name",
             Reason::Unreadable => "unreadable",
             Reason::Connections => "connections",
+            Reason::Memory => "memory",
             Reason::Rate => "rate",
             Reason::More => "more",
         }

@@ -17,9 +17,10 @@ use crate::error::{Doing, Result};
 use crate::flow::{Flow, Moved, Stage};
 use crate::limits::{
     ACCEPTS_A_TURN, CONNECTIONS, CONNECTS_AT_ONCE, CONNECTS_A_SECOND, FLOWS_WIDE, FLOW_NAMES_MAX,
-    FLOW_TURN_BYTES, LOOKS_AT_ONCE, NARROW_BYTES, PEEK_BYTES, QUESTIONS_AT_ONCE,
-    QUESTIONS_A_SECOND, TALK_IDLE, UNSENT_BYTES,
+    FLOW_TURN_BYTES, LOOKS_AT_ONCE, PEEK_BYTES, QUESTIONS_AT_ONCE, QUESTIONS_A_SECOND, TALK_IDLE,
+    UNSENT_BYTES,
 };
+use crate::memory::Room;
 use crate::network::{Family, Id, Sockets};
 use crate::peek::{look, Seen};
 use crate::policy::{Destination, Name, Policy, Reason, Verdict};
@@ -31,6 +32,7 @@ use crate::steering::DNS_PORT;
 use crate::talk::{Heard, Talk};
 use crate::wire::Counts;
 
+mod holding;
 pub mod names;
 mod turn;
 
@@ -62,6 +64,8 @@ pub struct Sandbox {
     _link: OwnedFd,
     /// Of its connections, what was ready and had no turn yet: it is served before what is ready then.
     rest: VecDeque<Key>,
+    /// How much it may hold in the kernel.
+    room: Room,
     /// In the server's poller, for as long as they are here.
     _outer: Source,
     _process: Source,
@@ -152,6 +156,7 @@ impl Sandbox {
             v6,
             _link: sockets.link,
             rest: VecDeque::new(),
+            room: Room::Wide,
             _outer: places.outer,
             _process: places.process,
             _first: in_own,
@@ -243,16 +248,19 @@ impl Sandbox {
         let Some(flow) = self.flows.get_mut(key) else {
             return;
         };
-        if flow.until > shared.now {
-            if matches!(flow.stage, Stage::Naming { .. }) {
-                let _ = flow.client.want(READ); // it may have come in too many pieces
-            }
-            return;
-        }
+        let is_late = flow.until <= shared.now;
         let next = match flow.stage {
-            Stage::Naming { .. } => Next::Deny(Reason::Unreadable, flow.to.address.to_string()),
-            Stage::Dialing | Stage::Moving => Next::Cut,
-            Stage::Asking(_) => Next::Over,
+            Stage::Naming { .. } if is_late => {
+                Next::Deny(Reason::Unreadable, flow.to.address.to_string())
+            }
+            Stage::Naming { .. } => {
+                let _ = flow.client.want(READ); // it may have come in too many pieces
+                Next::Nothing
+            }
+            Stage::Asking(_) if is_late => Next::Over,
+            _ if is_late => Next::Cut,
+            Stage::Ending => Next::Over,
+            _ => Next::Nothing,
         };
         self.follow(key, next, shared);
     }
@@ -297,15 +305,9 @@ impl Sandbox {
             return;
         };
         let (address, port) = (canonical(local.ip()), local.port());
-        if self.flows.len() >= self.most || !shared.has_room(self.flows.len()) {
+        if let Some(reason) = self.has_too_much(shared) {
             let _ = inet::reset_on_close(&socket, true);
-            self.refuse(
-                address.to_string(),
-                port,
-                "tcp",
-                Reason::Connections,
-                shared,
-            );
+            self.refuse(address.to_string(), port, "tcp", reason, shared);
             return;
         }
         let way = shared.way_to(address);
@@ -396,7 +398,7 @@ impl Sandbox {
     fn follow(&mut self, key: Key, next: Next, shared: &mut Shared) {
         match next {
             Next::Nothing => {}
-            Next::Over => self.remove(key, shared),
+            Next::Over => self.end(key, TALK_IDLE, shared),
             Next::Cut => self.cut(key, shared),
             Next::Deny(reason, target) => {
                 let port = self.flows.get_mut(key).map_or(0, |flow| flow.to.port);
@@ -419,14 +421,14 @@ impl Sandbox {
                 self.counts.up_bytes += moved.up as u64;
                 self.counts.down_bytes += moved.down as u64;
                 if moved.is_over {
-                    self.remove(key, shared);
+                    self.end(key, shared.settings.idle, shared);
                 }
             }
         }
     }
 
     fn dial(&mut self, key: Key, names: &[String], shared: &Shared) -> io::Result<()> {
-        let is_wide = self.flows.len() <= FLOWS_WIDE;
+        let is_wide = self.flows.len() <= FLOWS_WIDE && self.room == Room::Wide;
         let Some(flow) = self.flows.get_mut(key) else {
             return Ok(());
         };
@@ -436,17 +438,32 @@ impl Sandbox {
         }
         flow.client.want(0)?;
         let socket = connect_tcp(flow.address())?;
-        if !is_wide {
-            inet::hold_at_most(&socket, NARROW_BYTES)?;
-            inet::hold_at_most(&flow.client, NARROW_BYTES)?;
-        }
         let mut server = Source::new(&self.poller, socket, token(FLOW, key));
         server.want(WRITE)?;
         flow.server = Some(server);
+        if !is_wide {
+            flow.narrow();
+        }
         flow.stage = Stage::Dialing;
         flow.until = shared.now + shared.settings.dial;
         self.counts.connections += 1;
         Ok(())
+    }
+
+    /// In order, and once nothing of it is held any more: what the kernel keeps of a connection that is closed is nobody's.
+    fn end(&mut self, key: Key, time: Duration, shared: &mut Shared) {
+        let Some(flow) = self.flows.get_mut(key) else {
+            return;
+        };
+        match flow.settle() {
+            Ok(true) => return self.remove(key, shared),
+            Err(_) => return self.cut(key, shared),
+            Ok(false) => {}
+        }
+        if !matches!(flow.stage, Stage::Ending) {
+            flow.stage = Stage::Ending;
+            flow.until = shared.now + time;
+        }
     }
 
     fn remove(&mut self, key: Key, shared: &mut Shared) {
@@ -531,6 +548,7 @@ fn step(flow: &mut Flow, policy: &Policy, most: usize, shared: &mut Shared) -> i
             move_on(flow, most, shared)
         }
         Stage::Moving => move_on(flow, most, shared),
+        Stage::Ending => Ok(Next::Over),
         Stage::Asking(talk) => {
             flow.until = shared.now + TALK_IDLE;
             match talk.go_on(&mut flow.client)? {

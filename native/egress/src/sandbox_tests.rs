@@ -22,7 +22,7 @@ fn first_bytes_in_many_pieces_are_looked_at_with_each_tick_only() {
     let stage = Stage::Naming { seen: 0, looks: 0 };
     let mut flow = Flow::new(client, to, stage, Instant::now());
     let policy = Policy::parse(None).unwrap();
-    let mut shared = Shared::new(1024).unwrap();
+    let mut shared = Shared::new(1024, None).unwrap();
 
     for look in 1..=LOOKS_AT_ONCE {
         far.write_all(b"G").unwrap();

@@ -157,6 +157,35 @@ impl Server {
             busy |= sandbox.tick(&mut self.shared);
         }
         self.shared.wants_tick |= busy;
+        if self.shared.memory.wants_look() {
+            self.bound_memory();
+        }
+    }
+
+    /// What all connections hold in the kernel has an end.
+    fn bound_memory(&mut self) {
+        let mut held = Vec::new();
+        for &key in self.by_name.values() {
+            if let Some(sandbox) = self.sandboxes.get_mut(key) {
+                held.push((key, sandbox.held()));
+            }
+        }
+        let sizes: Vec<Vec<u64>> = held
+            .iter()
+            .map(|(_, flows)| flows.iter().map(|(_, bytes)| *bytes).collect())
+            .collect();
+        let plan = self.shared.memory.plan(&sizes);
+        for ((key, _), room) in held.iter().zip(plan.rooms) {
+            if let Some(sandbox) = self.sandboxes.get_mut(*key) {
+                sandbox.give_room(room);
+            }
+        }
+        for (number, flow) in plan.cut {
+            let (key, flows) = &held[number];
+            if let Some(sandbox) = self.sandboxes.get_mut(*key) {
+                sandbox.shed(flows[flow].0, &mut self.shared);
+            }
+        }
     }
 
     // ---- requests --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ use crate::limits::{
     ALL_QUESTIONS_MAX, FLOWS_MAX, FLOWS_SURE, FLOW_DESCRIPTORS, OTHER_DESCRIPTORS, PEEK_BYTES,
     SANDBOX_DESCRIPTORS,
 };
+use crate::memory::Memory;
 use crate::random::Random;
 use crate::settings::Settings;
 
@@ -32,6 +33,7 @@ pub struct Shared {
     pub buffer: Vec<u8>,
     pub flows: usize,
     pub questions: usize,
+    pub memory: Memory,
     /// Something has a time that will be over, or is to be told.
     pub wants_tick: bool,
     netlink: Netlink,
@@ -39,8 +41,8 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// `descriptors` is how many this process may have.
-    pub fn new(descriptors: u64) -> Result<Shared> {
+    /// `descriptors` is how many this process may have; `held` what all may hold in the kernel, unless a part of the machine's.
+    pub fn new(descriptors: u64, held: Option<u64>) -> Result<Shared> {
         Ok(Shared {
             settings: Settings::default(),
             random: Random::open().doing("opening /dev/urandom")?,
@@ -49,6 +51,7 @@ impl Shared {
             buffer: vec![0; PEEK_BYTES],
             flows: 0,
             questions: 0,
+            memory: Memory::open(held)?,
             wants_tick: false,
             netlink: Netlink::open().doing("asking for routes")?,
             descriptors,

@@ -192,6 +192,55 @@ pub fn is_urgent(socket: &impl AsRawFd) -> io::Result<bool> {
     Ok(is_there != 0)
 }
 
+/// What has been written and its peer has not confirmed; the end counts as one byte.
+pub fn unsent_bytes(socket: &impl AsRawFd) -> io::Result<usize> {
+    let mut count: libc::c_int = 0;
+    // SAFETY: the number is written to our own variable.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut count) })?;
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+/// Whether a TCP connection is over for both sides, or broken off: what has not been confirmed is lost.
+pub fn is_closed(socket: &impl AsRawFd) -> io::Result<bool> {
+    const CLOSED: u8 = 7;
+    let mut state = 0u8; // the first of many facts
+    let mut length = 1;
+    // SAFETY: one byte is writable, which is the length given.
+    check(unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            (&raw mut state).cast(),
+            &raw mut length,
+        )
+    })?;
+    Ok(state == CLOSED)
+}
+
+/// What the kernel holds for it, with what keeps that: received, to be sent, and set aside.
+pub fn held_bytes(socket: &impl AsRawFd) -> io::Result<u64> {
+    const MEMORY: libc::c_int = 55;
+    const RECEIVED: usize = 0;
+    const SET_ASIDE: usize = 4;
+    const QUEUED: usize = 5;
+    const WAITING: usize = 7;
+    let mut facts = [0u32; 9];
+    let mut length = size_of_val(&facts) as libc::socklen_t;
+    // SAFETY: the numbers are writable for the length given.
+    check(unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            MEMORY,
+            facts.as_mut_ptr().cast(),
+            &raw mut length,
+        )
+    })?;
+    let parts = [RECEIVED, SET_ASIDE, QUEUED, WAITING];
+    Ok(parts.iter().map(|part| u64::from(facts[*part])).sum())
+}
+
 fn moved(count: isize) -> io::Result<Option<usize>> {
     if let Ok(count) = usize::try_from(count) {
         return Ok(Some(count));
@@ -338,8 +387,8 @@ fn from_raw(raw: &libc::sockaddr_storage) -> Option<SocketAddr> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
-    use std::net::{TcpStream, UdpSocket};
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream, UdpSocket};
     use std::os::fd::AsFd;
     use std::time::{Duration, Instant};
 
@@ -375,6 +424,39 @@ mod tests {
         let pipe = crate::pipes::new_pipe().unwrap();
         assert_eq!(splice(&socket, &pipe.write, 64).unwrap(), Some(11));
         assert_eq!(splice(&socket, &pipe.write, 64).unwrap(), None);
+    }
+
+    #[test]
+    fn what_nobody_takes_is_held_and_counted() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut far, _) = listener.accept().unwrap();
+        near.set_nonblocking(true).unwrap();
+        assert_eq!(unsent_bytes(&near).unwrap(), 0);
+        let idle = held_bytes(&near).unwrap() + held_bytes(&far).unwrap();
+        let block = [7; 64 << 10];
+        let mut count = 0;
+        loop {
+            match near.write(&block) {
+                Ok(more) => count += more,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) => panic!("{error}"),
+            }
+        }
+        assert!(unsent_bytes(&near).unwrap() > 1);
+        let full = held_bytes(&near).unwrap() + held_bytes(&far).unwrap();
+        assert!(full >= idle + count as u64, "{idle}, {full}, {count}");
+
+        near.set_nonblocking(false).unwrap();
+        near.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut all = Vec::new();
+        far.read_to_end(&mut all).unwrap();
+        assert_eq!(all.len(), count);
+        soon(|| (unsent_bytes(&near).unwrap() <= 1).then_some(()));
+        assert!(!is_closed(&near).unwrap() && !is_closed(&far).unwrap());
+        reset_on_close(&far, true).unwrap();
+        drop(far);
+        soon(|| is_closed(&near).unwrap().then_some(()));
     }
 
     #[test]

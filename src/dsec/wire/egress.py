@@ -69,6 +69,7 @@ class DeniedReason(enum.StrEnum):
     OTHER_NAME = "other_name"  # it went to an allowed address, and named somebody else there (TLS, HTTP)
     UNREADABLE = "unreadable"  # what should name the host there is malformed, or did not come in time
     CONNECTIONS = "connections"  # too many at once
+    MEMORY = "memory"  # its connections hold too much in the host's kernel; also one that was cut for it
     RATE = "rate"  # too many connections or questions a second
     MORE = "more"  # others, of which there were too many to be told one by one
 

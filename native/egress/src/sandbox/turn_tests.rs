@@ -1,5 +1,5 @@
 use std::io::{ErrorKind, Read, Write};
-use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::net::{Shutdown, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -10,8 +10,9 @@ use dsec_sys::seqpacket::{wait_ready, Interest};
 use super::super::Places;
 use super::*;
 use crate::flow::{Flow, Stage};
+use crate::memory::Room;
 use crate::network::{Family, Sockets};
-use crate::policy::{Destination, Policy};
+use crate::policy::{Destination, Policy, Reason};
 use crate::slab::token;
 use crate::wire::Counts;
 
@@ -112,7 +113,7 @@ fn drain(link: &mut TcpStream) -> usize {
 #[test]
 fn connections_that_are_always_ready_keep_neither_each_other_nor_a_question_waiting() {
     let server = Poller::new().unwrap();
-    let mut shared = Shared::new(1024).unwrap();
+    let mut shared = Shared::new(1024, None).unwrap();
     let mut sandbox = sandbox(&server, &shared);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut ends: Vec<_> = (0..FLOWS)
@@ -151,4 +152,75 @@ fn connections_that_are_always_ready_keep_neither_each_other_nor_a_question_wait
         one_turn(&mut sandbox);
     }
     assert!(came.iter().all(|count| *count > 0), "{came:?}");
+}
+
+#[test]
+fn a_connection_that_is_over_counts_until_all_of_it_has_been_taken() {
+    let server = Poller::new().unwrap();
+    let mut shared = Shared::new(1024, None).unwrap();
+    let mut sandbox = sandbox(&server, &shared);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (mut client, mut far) = carry(&mut sandbox, &listener, shared.now);
+    let key = sandbox.flows.keys()[0];
+    shared.flows = 1;
+    client.shutdown(Shutdown::Write).unwrap();
+    far.set_nonblocking(false).unwrap();
+    far.write_all(&[7; 256 << 10]).unwrap(); // more than its client's window
+    far.shutdown(Shutdown::Write).unwrap();
+    let until = Instant::now() + WAIT.unwrap();
+    let mut turn_until = |sandbox: &mut Sandbox, done: &dyn Fn(&mut Sandbox) -> bool| {
+        while !done(sandbox) {
+            assert!(Instant::now() < until);
+            server.wait(&mut Vec::new(), 20).unwrap();
+            sandbox.turn(&mut shared);
+        }
+    };
+
+    turn_until(&mut sandbox, &|sandbox| {
+        let flow = sandbox.flows.get_mut(key).unwrap();
+        matches!(flow.stage, Stage::Ending)
+    });
+    let flow = sandbox.flows.get_mut(key).unwrap();
+    assert!(flow.held() > 100 << 10, "{}", flow.held());
+    assert!(!flow.settle().unwrap());
+
+    client.set_nonblocking(false).unwrap();
+    let mut came = Vec::new();
+    client.read_to_end(&mut came).unwrap();
+    assert_eq!(came.len(), 256 << 10);
+    turn_until(&mut sandbox, &|sandbox| sandbox.flows.len() == 0);
+    assert_eq!(shared.flows, 0);
+}
+
+#[test]
+fn what_a_connection_may_hold_becomes_less_and_what_holds_too_much_is_cut() {
+    let server = Poller::new().unwrap();
+    let mut shared = Shared::new(1024, None).unwrap();
+    let mut sandbox = sandbox(&server, &shared);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut ends = [0, 1].map(|_| carry(&mut sandbox, &listener, shared.now));
+    shared.flows = 2;
+    for round in 0..3 {
+        fill(&mut ends[0].0);
+        sandbox.turn(&mut shared);
+        if round == 1 {
+            sandbox.give_room(Room::Narrow);
+        }
+    }
+    let held = sandbox.held();
+    assert_eq!(held.len(), 2);
+    assert!(held[0].1 > held[1].1, "{held:?}");
+    assert_eq!(sandbox.has_too_much(&shared), None);
+    sandbox.give_room(Room::None);
+    assert_eq!(sandbox.has_too_much(&shared), Some(Reason::Memory));
+
+    sandbox.shed(held[0].0, &mut shared);
+    assert_eq!((sandbox.flows.len(), shared.flows), (1, 1));
+    let (refusal, _) = sandbox.refusals.take().pop_first().unwrap();
+    assert_eq!((refusal.reason, refusal.port), (Reason::Memory, 80));
+    let error = ends[0].1.set_nonblocking(false).and_then(|()| {
+        let mut rest = Vec::new();
+        ends[0].1.read_to_end(&mut rest)
+    });
+    assert_eq!(error.unwrap_err().kind(), ErrorKind::ConnectionReset);
 }
