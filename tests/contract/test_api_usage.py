@@ -118,3 +118,6 @@ def test_a_team_sees_what_it_has_used(service: RunningService) -> None:
     assert records[0].sandbox in cli("--by", "sandbox", "--until", "2100-01-01")
     assert json.loads(cli("/used", "--json"))["totals"][0]["sandboxes"] == 1
     cli("--since", "yesterday", status=2)
+    cli("/nowhere", status=125)
+    with dsec.Client(service.url) as root, pytest.raises(dsec.errors.NotFoundError, match="no project '/nowhere'"):
+        root.usage("/nowhere", by="sandbox")

@@ -70,7 +70,7 @@ def test_create_answers_in_json(cli: Command) -> None:
     made = cli.json("create", "--backend", "fake", "--memory", "64MiB", "--ttl-idle", "60")
 
     assert (made["memory_bytes"], made["ttl_idle_s"]) == (64 << 20, 60)
-    assert cli.json("rm", made["id"]) == {"destroyed": [made["id"]]}
+    assert cli.json("rm", made["id"]) == {"removed": [made["id"]], "destroyed": [made["id"]]}
 
 
 def test_sandboxes_are_paused_and_resumed(cli: Command, sb: dsec.Sandbox) -> None:
@@ -427,7 +427,9 @@ def test_the_service_is_started_told_about_and_stopped(short_tmp: Path) -> None:
     }
 
     def dsec_says(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*DSEC, *arguments], env=environment, capture_output=True, text=True, timeout=100)
+        return subprocess.run(
+            [*DSEC, *arguments], env=environment, capture_output=True, text=True, timeout=100, cwd=short_tmp
+        )
 
     assert "--detach" in dsec_says("up", "--help").stdout
     try:
@@ -438,6 +440,15 @@ def test_the_service_is_started_told_about_and_stopped(short_tmp: Path) -> None:
         assert "nothing was destroyed" in mistaken.stderr
         stopped = json.loads(dsec_says("down", "--json").stdout)
         assert (stopped["sandboxes"], stopped["destroyed"]) == (1, 0)
+        config = short_tmp / "wrong.toml"
+        config.write_text("[nod]\nx = 1")
+        relative = dsec_says("up", "--detach", "--run-dir", "r2", "--state-dir", "s2")
+        assert relative.returncode == 0, relative.stderr
+        done = dsec_says("down", "--config", str(config), "--run-dir", "r2")
+        assert done.returncode == 0
+        assert "the configuration is wrong" in done.stderr
+        assert "has ended" in done.stderr
     finally:
+        assert dsec_says("down", "--run-dir", "r2").returncode == 0
         assert dsec_says("down").returncode == 0
     assert dsec_says("down").returncode == 0

@@ -10,7 +10,7 @@ import pytest
 
 import dsec
 from dsec.cli import console, main
-from dsec.core.errors import InvalidArgumentError
+from dsec.core.errors import InvalidArgumentError, NotFoundError
 from tests.contract.sdk_service import CuttingProxy, RunningService
 
 
@@ -57,6 +57,9 @@ def test_the_blocking_client_iterates_too_and_goes_on_at_a_position(service: Run
                 assert next(events).sandbox == one.id
         with pytest.raises(InvalidArgumentError):
             list(client.events("nowhere"))
+        for follow in (True, False):
+            with pytest.raises(NotFoundError, match="no project '/nowhere'"):
+                list(client.events(project="/nowhere", follow=follow))
 
 
 def test_the_command_shows_them_for_people_and_programs(

@@ -80,12 +80,12 @@ async def test_a_node_is_drained_removed_revoked_and_its_machine_cleaned(
 
         async def refused_with_the_number() -> bool:  # once the node knows that it is drained
             code, told = await operate(cluster, "remove", node)
-            assert code == 1, told
+            assert code == 125, told
             return "1 sandbox" in told["error"]["message"]
 
         await eventually(refused_with_the_number)
         code, said = await leave(place)
-        assert code == 1
+        assert code == 125
         assert "is running" in said
 
         # It is given up with what it has: NATS and replicas refuse it from then on.
@@ -104,7 +104,7 @@ async def test_a_node_is_drained_removed_revoked_and_its_machine_cleaned(
         node_process.terminate()
         await asyncio.to_thread(node_process.wait, 60)
     code, said = await leave(place)
-    assert code == 1
+    assert code == 125
     assert "1 sandbox of this node live" in said
     assert (place.directory / "id").exists()
     assert place.launcher_pid() is not None

@@ -505,6 +505,6 @@ async def test_a_second_process_with_the_id_of_a_node_fences_the_first(
     cluster.start_node("node4")
     first = cluster.processes.pop("node3")
 
-    assert await asyncio.to_thread(first.wait, 60) == 1
+    assert await asyncio.to_thread(first.wait, 60) == 125
     assert cluster.processes["node4"].poll() is None
     cluster.kill("node4", signal.SIGTERM)

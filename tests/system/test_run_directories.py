@@ -49,7 +49,7 @@ def test_a_full_directory_is_named(small: Path, short_tmp: Path, which: str) -> 
 
     done = up(small, other) if which == "run" else up(other, small)
 
-    assert done.returncode == 1
+    assert done.returncode == 125
     assert str(small) in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -61,7 +61,7 @@ def test_a_directory_that_cannot_be_written_is_named(small: Path, short_tmp: Pat
 
     done = up(small, other) if which == "run" else up(other, small)
 
-    assert done.returncode == 1
+    assert done.returncode == 125
     assert str(small) in done.stderr
     assert "Traceback" not in done.stderr
 

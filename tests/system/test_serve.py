@@ -121,7 +121,7 @@ def test_a_second_one_says_who_is_there(place: Place) -> None:
 
     for more in ((), ("--detach",)):
         second = place.call("up", *more)
-        assert second.returncode == 1
+        assert second.returncode == 125
         assert f"process {process.pid}" in second.stderr
     assert place.answers()
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_started_says_why_and_leaves_nothing_running(
 ) -> None:
     done = place.call("up", *flags, *more)
 
-    assert done.returncode in (1, 2)
+    assert done.returncode in (2, 125)
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not place.socket.exists()
@@ -254,7 +254,7 @@ def test_down_leaves_sandboxes_running_and_with_destroy_leaves_nothing(place: Pl
 def test_destroy_needs_a_service_to_ask(place: Place) -> None:
     done = place.call("down", "--destroy")
 
-    assert (done.returncode, "nothing runs" in done.stderr) == (1, True)
+    assert (done.returncode, "nothing runs" in done.stderr) == (125, True)
 
 
 async def _text(socket: Path, path: str, body: Any) -> str:

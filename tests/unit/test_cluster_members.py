@@ -16,7 +16,7 @@ from dsec.cluster.events import events_of
 from dsec.cluster.log import LogStream, verdict_subject
 from dsec.cluster.members.fence import FencedService
 from dsec.cluster.members.membership import Membership, Standing, Timing
-from dsec.cluster.members.nodes import Nodes, NodeState, NodeView
+from dsec.cluster.members.nodes import SUSPECT_S, Nodes, NodeState, NodeView
 from dsec.cluster.members.rulings import declare_lost, want
 from dsec.cluster.members.verdicts import GRACE_S, Verdicts, verdicts
 from dsec.cluster.members.watcher import Watcher
@@ -78,6 +78,20 @@ async def joined(member: Membership) -> AsyncIterator[Membership]:
         yield member
     finally:
         await member.leave()
+
+
+async def test_a_node_that_stops_is_told_as_stopped_and_one_that_comes_back_is_not(cluster: Cluster) -> None:
+    def why() -> str:
+        view = cluster.nodes.find(NODE)
+        assert view is not None
+        return str(view.closed(cluster.nodes._clock.monotonic_s() + SUSPECT_S + 1))
+
+    member = cluster.member()
+    async with joined(member):
+        await until(lambda: cluster.standing() == NodeState.LIVE)
+    await until(lambda: why().startswith("it has been stopped"))
+    async with joined(member):
+        await until(lambda: why().startswith("it is late"))
 
 
 async def test_a_node_that_joins_is_seen_with_its_address_and_load(cluster: Cluster) -> None:

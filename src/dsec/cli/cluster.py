@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from dsec.cli.completion import SUBSTRATES, one_of
 from dsec.cli.console import Json
 from dsec.cli.pages import command
-from dsec.cli.service import Config, RunDir, StateDir, become
+from dsec.cli.service import Config, LogLevel, RunDir, StateDir, become
 
 app = typer.Typer(help="A cluster: its keys, its machines' identities, its nodes.", no_args_is_help=True)
 
@@ -20,7 +21,6 @@ Identity = Annotated[
     str | None, typer.Option(metavar="DIR", help="Who this machine is (default: DSEC_IDENTITY, or /etc/dsec/identity).")
 ]
 Metrics = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where /metrics is (default: 127.0.0.1:7374).")]
-LogLevel = Annotated[str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")]
 Authority = Annotated[str, typer.Option(metavar="DIR", help="What `dsec cluster init` has made.", show_default=False)]
 Days = Annotated[int, typer.Option(metavar="DAYS", help="How long it is good.", min=1)]
 Node = Annotated[str, typer.Argument(help="Its id.", show_default=False)]
@@ -74,7 +74,12 @@ def node(
         str | None, typer.Option(metavar="HOST:PORT", help="Where they reach it, if that is another place.")
     ] = None,
     substrate: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="What it offers (default: container). May be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="What it offers (default: container). May be repeated.",
+            autocompletion=one_of(*SUBSTRATES),
+        ),
     ] = None,
     leave: Annotated[
         bool, typer.Option("--leave", help="Do not run it: clean this machine, which is no node any more.")
@@ -135,7 +140,14 @@ def init(
 
 
 def issue(
-    what: Annotated[str, typer.Argument(help="node, api (also for watchers) or nats.", show_default=False)],
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="node, api (also for watchers) or nats.",
+            show_default=False,
+            autocompletion=one_of("node", "api", "nats"),
+        ),
+    ],
     directory: Annotated[str, typer.Argument(help="Where the identity goes.", show_default=False)],
     authority: Authority,
     name: Annotated[

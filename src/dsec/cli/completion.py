@@ -5,6 +5,7 @@ Each press of Tab runs us, so nothing heavy is loaded: no HTTP client and no eve
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Final
 
 import typer
@@ -44,11 +45,47 @@ def register(app: typer.Typer) -> None:
     command(app, completion)
 
 
-def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish.", show_default=False)]) -> None:
+def completion(
+    shell: Annotated[
+        str,
+        typer.Argument(
+            help="bash, zsh or fish.",
+            show_default=False,
+            autocompletion=lambda incomplete: one_of(*_SCRIPTS)(incomplete),
+        ),
+    ],
+) -> None:
     """Print the script that teaches a shell to complete dsec."""
     if shell not in _SCRIPTS:
         raise typer.BadParameter(f"there is none for {shell[:40]!r}; there are {', '.join(_SCRIPTS)}")
     print(_SCRIPTS[shell], end="")
+
+
+SUBSTRATES: Final = ("container", "microvm", "fullvm", "fncall", "fake")
+NETWORKS: Final = ("none", "proxied", "routed")
+RIGHTS: Final = ("read", "use", "manage", "admin")
+LEVELS: Final = ("debug", "info", "warning", "error")
+EVENTS: Final = (
+    "created", "running", "paused", "resumed", "rested", "snapshot", "rolled_back", "egress_denied", "destroyed",
+    "expired", "failed", "returned", "node_joined", "node_suspect", "node_lost", "node_returned", "node_retired",
+    "node_floods", "gap",
+)  # fmt: skip
+
+
+def one_of(*words: str) -> Callable[[str], list[str]]:
+    """Of an option that takes one of these; no service is asked."""
+
+    def complete(incomplete: str) -> list[str]:
+        return _matching(list(words), incomplete)
+
+    return complete
+
+
+def check_words(given: Iterable[str] | None, words: Sequence[str], option: str) -> None:
+    """Raises typer.BadParameter for what is none of them."""
+    for word in given or ():
+        if word not in words:
+            raise typer.BadParameter(f"{word[:40]!r} is none of {', '.join(words)}", param_hint=option)
 
 
 def complete_sandbox(incomplete: str) -> list[str]:

@@ -200,7 +200,7 @@ def parse_pairs(pairs: Sequence[str] | None, what: str) -> dict[str, str]:
     for pair in pairs or ():
         key, equals, value = pair.partition("=")
         if not equals and what == "label":
-            raise InvalidArgumentError(f"{what} {pair[:80]!r} is not KEY=VALUE")
+            raise InvalidArgumentError(f"{what} {pair[:80]!r} is not KEY=VALUE", hint="such as --label run=7")
         if not equals and key not in os.environ:
             raise InvalidArgumentError(f"{what} {pair[:80]!r} is not set here", hint="write KEY=VALUE")
         found[key] = value if equals else os.environ[key]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsec.cli.completion import complete_environment
+from dsec.cli.completion import complete_environment, one_of
 from dsec.cli.console import (
     Json,
     OnNode,
@@ -86,7 +86,12 @@ def build(
     ] = None,
     history: Annotated[
         str | None,
-        typer.Option(metavar="WHAT", help="With --git: ancestors (default), none or keep.", show_default=False),
+        typer.Option(
+            metavar="WHAT",
+            help="With --git: ancestors (default), none or keep.",
+            show_default=False,
+            autocompletion=one_of("ancestors", "none", "keep"),
+        ),
     ] = None,
     file: Annotated[
         str | None, typer.Option(metavar="FILE", help="With --dockerfile: which one.", show_default=False)
@@ -103,7 +108,14 @@ def build(
     environment: Annotated[
         str | None, typer.Option(metavar="NAME", help="With --store: its name there.", show_default=False)
     ] = None,
-    owner: Annotated[str, typer.Option(metavar="HOW", help="keep, squash or root: whose the files become.")] = "keep",
+    owner: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="keep, squash or root: whose the files become.",
+            autocompletion=one_of("keep", "squash", "root"),
+        ),
+    ] = "keep",
     replace: Annotated[bool, typer.Option("--replace", help="Give the name to other content.")] = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Build even what was built before.")] = False,
     node: OnNode = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsec.cli.completion import EVENTS, one_of
 from dsec.cli.console import Json, clean, client, find_id, parse_pairs, put_json, run_async, settings
 from dsec.cli.options import Job, Labels
 from dsec.cli.pages import command
@@ -26,7 +27,10 @@ def events(
     ] = None,
     label: Labels = None,
     job: Job = None,
-    kind: Annotated[list[str] | None, typer.Option(metavar="KIND", help="Only these; may be repeated.")] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND", help="Only these; may be repeated.", autocompletion=one_of(*EVENTS)),
+    ] = None,
     of: Annotated[str | None, typer.Option("--of", metavar="PROJECT", help="This project, and those below it.")] = None,
     json: Json = False,
 ) -> None:

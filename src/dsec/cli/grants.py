@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dsec.cli.completion import RIGHTS, check_words, one_of
 from dsec.cli.console import Json, age, client, for_each, put_json, run_async, say, settings, table
 from dsec.cli.pages import command
 
@@ -17,11 +18,14 @@ principal_app = typer.Typer(help="Principals: who tokens are for.", no_args_is_h
 def add(
     principal: Annotated[str, typer.Argument(help="NAME@/PROJECT, or a NAME in the project.", show_default=False)],
     project: Annotated[str, typer.Argument(metavar="PATH", help="This project and those below.", show_default=False)],
-    right: Annotated[str, typer.Option(metavar="RIGHT", help="read, use, manage or admin.")] = "use",
+    right: Annotated[
+        str, typer.Option(metavar="RIGHT", help="read, use, manage or admin.", autocompletion=one_of(*RIGHTS))
+    ] = "use",
     ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="How long.", show_default=False)] = None,
     json: Json = False,
 ) -> None:
     """Give a right over a project: at most what you have, for no longer."""
+    check_words([right], RIGHTS, "--right")
 
     async def work() -> None:
         async with client() as c:

@@ -26,6 +26,7 @@ _NEXT: Final = {
     "exec_not_found": "`dsec logs SANDBOX` shows the commands on record",
     "session_not_found": "the first command with --session NAME begins one",
     "sandbox_state": "`dsec ls --all` shows its state; wait, or make a new one",
+    "not_found": "the command with `ls` in place of this one lists what there is",
     "conflict": "choose another name, or remove what has this one",
     "unauthenticated": "pass --token, or set DSEC_TOKEN; `dsec token create NAME` on the service's machine makes one",
     "forbidden": "`dsec whoami` shows your rights; who manages the project can give more: `dsec grant add`",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsec.cli.completion import complete_environment
+from dsec.cli.completion import complete_environment, one_of
 from dsec.cli.console import Json, client, put_json, run_async, settings
 from dsec.cli.environments import Progress
 from dsec.cli.pages import command
@@ -20,7 +20,12 @@ Name = Annotated[
     str,
     typer.Argument(metavar="NAME", help="Of the environment.", show_default=False, autocompletion=complete_environment),
 ]
-Packing = Annotated[str, typer.Option(metavar="HOW", help="Of its layers: gzip, zstd or none.")]
+Packing = Annotated[
+    str,
+    typer.Option(
+        metavar="HOW", help="Of its layers: gzip, zstd or none.", autocompletion=one_of("gzip", "zstd", "none")
+    ),
+]
 
 
 def pull(
@@ -31,7 +36,14 @@ def pull(
             metavar="[NAME]", help="Of the environment; as the image is called without it.", show_default=False
         ),
     ] = None,
-    owner: Annotated[str, typer.Option(metavar="HOW", help="keep, squash or root: whose the files become.")] = "keep",
+    owner: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="keep, squash or root: whose the files become.",
+            autocompletion=one_of("keep", "squash", "root"),
+        ),
+    ] = "keep",
     replace: Annotated[bool, typer.Option("--replace", help="Give the name to other content.")] = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Build even what was built before.")] = False,
     json: Json = False,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsec.cli.completion import one_of
 from dsec.cli.console import (
     Json,
     age,
@@ -39,7 +40,9 @@ def create(
         float | None,
         typer.Option(metavar="SECONDS", help="Without heartbeat, until it is missed.", show_default=False),
     ] = None,
-    on_missed: Annotated[str, typer.Option(metavar="WHAT", help="When it is: pause or stop.")] = "pause",
+    on_missed: Annotated[
+        str, typer.Option(metavar="WHAT", help="When it is: pause or stop.", autocompletion=one_of("pause", "stop"))
+    ] = "pause",
     grace: Annotated[
         float, typer.Option(metavar="SECONDS", help="Until those are stopped that cannot be paused.")
     ] = 300.0,

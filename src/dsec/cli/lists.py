@@ -255,6 +255,7 @@ def rm(
                 if not settings.json:
                     say(f"destroyed {id}")
             if settings.json:
-                put_json({"destroyed": list(dict.fromkeys(ids))})
+                gone = list(dict.fromkeys(ids))
+                put_json({"removed": gone, "destroyed": gone})
 
     run_async(work())

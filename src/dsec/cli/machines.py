@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsec.cli.completion import check_words, one_of
 from dsec.cli.console import Json, age, client, for_each, put_json, run_async, settings, table
 from dsec.cli.environments import put_trace
 from dsec.cli.pages import command
@@ -26,10 +27,22 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the image.", show_
 def import_(
     name: Name,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A disk; a file of the node.", show_default=False)],
-    format: Annotated[str, typer.Option(metavar="NAME", help="raw or qcow2.", show_default=False)],
-    firmware: Annotated[str, typer.Option(metavar="NAME", help="bios or uefi.")] = "bios",
-    agent: Annotated[str, typer.Option(metavar="NAME", help="What runs inside: dsec, qga or none.")] = "none",
-    bus: Annotated[str, typer.Option(metavar="NAME", help="virtio or sata.")] = "virtio",
+    format: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="raw or qcow2.", show_default=False, autocompletion=one_of("raw", "qcow2")),
+    ],
+    firmware: Annotated[
+        str, typer.Option(metavar="NAME", help="bios or uefi.", autocompletion=one_of("bios", "uefi"))
+    ] = "bios",
+    agent: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="What runs inside: dsec, qga or none.", autocompletion=one_of("dsec", "qga", "none")
+        ),
+    ] = "none",
+    bus: Annotated[
+        str, typer.Option(metavar="NAME", help="virtio or sata.", autocompletion=one_of("virtio", "sata"))
+    ] = "virtio",
     boot_wait: Annotated[
         float, typer.Option(metavar="SECONDS", help="It is saved so long after power on, or its agent's answer.")
     ] = 0.0,
@@ -46,8 +59,7 @@ def import_(
         ("--agent", agent, ("dsec", "qga", "none")),
         ("--bus", bus, ("virtio", "sata")),
     ):
-        if given not in choices:
-            raise typer.BadParameter(f"is one of {', '.join(choices)}", param_hint=option)
+        check_words([given], choices, option)
     if state_dir is not None:
         words = ["--format", format, "--firmware", firmware, "--agent", agent, "--bus", bus]
         become("import", [name, str(file), *words, "--boot-wait", str(boot_wait)], {"--state-dir": state_dir})

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dsec.cli.completion import complete_environment
+from dsec.cli.completion import SUBSTRATES, complete_environment, one_of
 
 Environment = Annotated[
     str,
@@ -15,7 +15,13 @@ Environment = Annotated[
     ),
 ]
 Substrate = Annotated[
-    str, typer.Option("--backend", metavar="SUBSTRATE", help="What it is made of; `dsec doctor` says what there is.")
+    str,
+    typer.Option(
+        "--backend",
+        metavar="SUBSTRATE",
+        help="What it is made of; `dsec doctor` says what there is.",
+        autocompletion=one_of(*SUBSTRATES),
+    ),
 ]
 Cpu = Annotated[
     float | None,
@@ -34,7 +40,13 @@ Datasets = Annotated[
     ),
 ]
 Network = Annotated[
-    str, typer.Option("--network", metavar="MODE", help="none: loopback only; proxied: what --egress allows, by TCP.")
+    str,
+    typer.Option(
+        "--network",
+        metavar="MODE",
+        help="none: loopback only; proxied: what --egress allows, by TCP.",
+        autocompletion=one_of("none", "proxied"),
+    ),
 ]
 Egress = Annotated[
     list[str] | None,

@@ -50,9 +50,10 @@ CLUSTER: Final[dict[str, Page]] = {
         OF_SERVICE,
     ),
     "cluster nodes": Page(
-        "A node is `late` when it gives no sign of life for five seconds: nothing new goes there.",
-        (("dsec cluster nodes", "who is here, late, away, lost or retired, and what is wanted of each"),),
-        "nodes: node, state, wanted, note, term, joined_s_ago, address, substrates, labels, version",
+        "A node is `late` when it gives no sign of life for five seconds: nothing new goes there. One whose process "
+        "was stopped is `stopped`, and half a minute later `away`.",
+        (("dsec cluster nodes", "who is here, stopped, late, away, lost or retired, and what is wanted of each"),),
+        "a list of node, state, wanted, note, term, joined_s_ago, address, substrates, labels, version",
         OF_SERVICE,
     ),
     "cluster cordon": Page(

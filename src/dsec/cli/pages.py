@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EXITS: Final = {
     0: "done",
     2: "wrong usage: nothing was done",
-    125: "dsec failed; the last line says what to try",
+    125: "dsec refused or failed, also where something is not there; the last line says what to try",
     130: "Ctrl-C",
 }
 _OF_COMMANDS: Final = {

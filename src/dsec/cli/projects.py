@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dsec.cli.completion import NETWORKS, SUBSTRATES, check_words, one_of
 from dsec.cli.console import Json, age, client, put_json, run_async, say, settings, table, when
 from dsec.cli.pages import command
 
@@ -77,7 +78,7 @@ def rm(path: Path, json: Json = False) -> None:
         async with client() as c:
             await c.projects.remove(path)
         if settings.json:
-            put_json({"removed": path})
+            put_json({"removed": [path]})
         else:
             say(f"removed {path}")
 
@@ -87,10 +88,16 @@ def rm(path: Path, json: Json = False) -> None:
 def policy(
     path: Path,
     substrate: Annotated[
-        list[str] | None, typer.Option(metavar="SUBSTRATE", help="Only these. May be repeated.")
+        list[str] | None,
+        typer.Option(metavar="SUBSTRATE", help="Only these. May be repeated.", autocompletion=one_of(*SUBSTRATES)),
     ] = None,
     network: Annotated[
-        list[str] | None, typer.Option(metavar="MODE", help="Only these. May be repeated; any: whichever there are.")
+        list[str] | None,
+        typer.Option(
+            metavar="MODE",
+            help="Only these. May be repeated; any: whichever there are.",
+            autocompletion=one_of(*NETWORKS, "any"),
+        ),
     ] = None,
     environment: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only these; NAME* for a beginning. May be repeated.")
@@ -103,6 +110,10 @@ def policy(
     json: Json = False,
 ) -> None:
     """Change what each sandbox of a project, and of those below, must be like. `any` takes a rule away."""
+    if substrate not in ([_ANY], [_NONE]):
+        check_words(substrate, SUBSTRATES, "--substrate")
+    if network != [_ANY]:
+        check_words(network, NETWORKS, "--network")
 
     async def work() -> None:
         import msgspec
@@ -165,11 +176,18 @@ def quota_set(
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of all together, as asked for.")] = None,
     disk: Annotated[str | None, typer.Option(metavar="SIZE", help="Of all together; each must say its own.")] = None,
     backend: Annotated[
-        str | None, typer.Option(metavar="SUBSTRATE", help="Only sandboxes of this substrate.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="SUBSTRATE",
+            help="Only sandboxes of this substrate.",
+            show_default=False,
+            autocompletion=one_of(*SUBSTRATES),
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Change the caps of a project. What is not given stays; `none` takes a cap away."""
+    check_words([backend] if backend is not None else None, SUBSTRATES, "--backend")
 
     async def work() -> None:
         import msgspec

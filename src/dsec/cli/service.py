@@ -8,12 +8,17 @@ from typing import Annotated
 
 import typer
 
+from dsec.cli.completion import LEVELS, SUBSTRATES, one_of
 from dsec.cli.console import Json, settings
 from dsec.cli.pages import command
 
 Config = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Settings (default: DSEC_CONFIG, or /etc/dsec/dsec.toml where there is one)."),
+]
+LogLevel = Annotated[
+    str | None,
+    typer.Option(metavar="LEVEL", help="debug, info, warning or error.", autocompletion=one_of(*LEVELS)),
 ]
 RunDir = Annotated[str | None, typer.Option(metavar="DIR", help="For its socket; one service each.")]
 StateDir = Annotated[str | None, typer.Option(metavar="DIR", help="For environments, the journal and logs.")]
@@ -35,9 +40,14 @@ def up(
         bool, typer.Option("--insecure", help="Let --listen go beyond loopback without TLS, on a network of yours.")
     ] = False,
     substrate: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="What it offers (default: container). May be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="What it offers (default: container). May be repeated.",
+            autocompletion=one_of(*SUBSTRATES),
+        ),
     ] = None,
-    log_level: Annotated[str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = None,
+    log_level: LogLevel = None,
     config: Config = None,
     run_dir: RunDir = None,
     state_dir: StateDir = None,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dsec.cli.completion import RIGHTS, check_words, one_of
 from dsec.cli.console import Json, age, client, put_json, run_async, say, settings, table
 from dsec.cli.pages import command
 
@@ -17,12 +18,14 @@ def create(
     principal: Annotated[str, typer.Argument(help="Who it is for, in your words.", show_default=False)],
     project: Annotated[str, typer.Option(metavar="PATH", help="What it reaches: this project and those below.")] = "/",
     right: Annotated[
-        list[str] | None, typer.Option(metavar="RIGHT", help="read, use (default), manage or admin.")
+        list[str] | None,
+        typer.Option(metavar="RIGHT", help="read, use (default), manage or admin.", autocompletion=one_of(*RIGHTS)),
     ] = None,
     ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="How long it lives.", show_default=False)] = None,
     json: Json = False,
 ) -> None:
     """Make a token. It is shown this once."""
+    check_words(right, RIGHTS, "--right")
 
     async def work() -> None:
         async with client() as c:
@@ -93,7 +96,7 @@ def rm(
                 if not settings.json:
                     say(f"revoked {id}")
         if settings.json:
-            put_json({"revoked": ids})
+            put_json({"removed": ids, "revoked": ids})
 
     run_async(work())
 

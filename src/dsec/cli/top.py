@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from dsec.cli.completion import check_words, one_of
 from dsec.cli.console import (
     Json,
     age,
@@ -61,7 +62,9 @@ def register(app: typer.Typer) -> None:
 
 
 def top(
-    sort: Annotated[str, typer.Option("--sort", "-s", metavar="WHAT", help=f"{', '.join(_SORTS)}.")] = "cpu",
+    sort: Annotated[
+        str, typer.Option("--sort", "-s", metavar="WHAT", help=f"{', '.join(_SORTS)}.", autocompletion=one_of(*_SORTS))
+    ] = "cpu",
     interval: Annotated[
         float, typer.Option("--interval", "-i", metavar="SECONDS", min=0.2, help="Between looks.")
     ] = 2.0,
@@ -70,8 +73,7 @@ def top(
     json: Json = False,
 ) -> None:
     """Show what the sandboxes use: processor, memory, disk, processes and commands."""
-    if sort not in _SORTS:
-        raise typer.BadParameter(f"{sort[:40]!r} is none of {', '.join(_SORTS)}", param_hint="--sort")
+    check_words([sort], _SORTS, "--sort")
     live = sys.stdout.isatty() and sys.stdin.isatty() and not once and not settings.json
 
     async def work() -> None:
@@ -123,7 +125,7 @@ def _row(info: Sandbox, before: Metrics | None, at: float) -> Row:
         id=info.id,
         name=info.name,
         project=info.project,
-        state=str(info.state),
+        state=f"{info.state} (asleep)" if info.asleep else str(info.state),
         cpu_percent=_percent(now, before),
         memory_bytes=now.memory_bytes if now else None,
         memory_limit_bytes=info.memory_bytes,

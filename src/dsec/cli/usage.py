@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from dsec.cli.completion import one_of
 from dsec.cli.console import Json, age, client, lay_out, put_json, run_async, say, settings, when, without
 from dsec.cli.options import Job
 from dsec.cli.pages import command
@@ -24,7 +25,14 @@ def usage(
     project: Annotated[
         str | None, typer.Argument(metavar="PATH", help="This project and those below; yours without.")
     ] = None,
-    by: Annotated[str, typer.Option(metavar="WHAT", help="project, day, job or sandbox.")] = "project",
+    by: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="project, day, job or sandbox.",
+            autocompletion=one_of("project", "day", "job", "sandbox"),
+        ),
+    ] = "project",
     job: Job = None,
     since: _Moment = None,
     until: _Moment = None,

@@ -81,5 +81,6 @@ def node_of(sandbox: SandboxId) -> NodeId:
 def _checked(pattern: re.Pattern[str], text: str, what: str, shape: str) -> str:
     if not isinstance(text, str) or not pattern.match(text):
         shown = repr(text)[:80]
-        raise InvalidArgumentError(f"{shown} is not a {what}", hint=f"a {what} is {shape}")
+        a = "an" if what[:1] in "aeiou" else "a"
+        raise InvalidArgumentError(f"{shown} is not {a} {what}", hint=f"{a} {what} is {shape}")
     return text

@@ -72,7 +72,7 @@ class ReadyProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise InvalidArgumentError("exactly one of argv, shell and port makes a ready probe")
         words = self.argv if self.argv is not None else (self.shell or "",)
         if self.port is not None:
-            _within("port", self.port, 1, 65_535, "as ports go")
+            _within("port", self.port, 1, 65_535, "")
         elif not words or not words[0] or any("\0" in word for word in words):
             raise InvalidArgumentError("the command of a ready probe must not be empty, and must not hold NUL")
         size = sum(len(word.encode("utf-8", "surrogatepass")) + 1 for word in words)
@@ -151,7 +151,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         parse_name(self.name, "name of a link")
-        _within("port", self.port, 1, 65_535, "as ports go")
+        _within("port", self.port, 1, 65_535, "")
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -198,7 +198,9 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             if ttl is not None:
                 _within(what, ttl, 0.001, limits.TTL_S_MAX, "seconds")
         if self.ready is not None and not self.start:
-            raise InvalidArgumentError("a ready probe waits for what start=True starts", hint="set start=True, too")
+            raise InvalidArgumentError(
+                "a ready probe waits for what is started", hint="ask for its start, too: start=True, --start"
+            )
         _check_program(self)
         if self.name is not None:
             parse_name(self.name, "sandbox name")
@@ -212,14 +214,18 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if self.workdir is not None:
             check_path(self.workdir, "workdir")
             if not self.workdir.startswith("/"):
-                raise InvalidArgumentError(f"workdir must be absolute, and is {self.workdir[:80]!r}")
+                raise InvalidArgumentError(
+                    f"workdir must be absolute, and is {self.workdir[:80]!r}", hint="such as /work"
+                )
         if self.user is not None and (not self.user or len(self.user) > 255 or "\0" in self.user):
-            raise InvalidArgumentError("user must be 1 to 255 characters without NUL")
+            raise InvalidArgumentError(
+                "user must be 1 to 255 characters without NUL", hint="such as root, 1000 or 1000:100"
+            )
 
 
 def _within(what: str, value: Any, low: float, high: float, unit: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidArgumentError(f"{what} must be a number of {unit}, not {value!r}")
+        raise InvalidArgumentError(f"{what} must be a number{f' of {unit}' if unit else ''}, not {value!r}")
     if not low <= value <= high:
         if unit == "bytes":
             shown = f"{format_size(int(low))} and {format_size(int(high))}, and is {format_size(int(value))}"
@@ -227,7 +233,7 @@ def _within(what: str, value: Any, low: float, high: float, unit: str) -> None:
                 f"{what} must be between {shown}", hint='a size is a number of bytes, or text such as "512MiB"'
             )
         bounds = f"{format_number(low)} and {format_number(high)}"
-        raise LimitError(f"{what} must be between {bounds} {unit}, and is {format_number(value)}")
+        raise LimitError(f"{what} must be between {bounds}{f' {unit}' if unit else ''}, and is {format_number(value)}")
 
 
 def check_env(env: dict[str, str]) -> None:
@@ -300,7 +306,8 @@ def parse_volume(text: str, *, dataset: bool = False) -> VolumeMount:
     name, colon, rest = text.partition(":")
     path, _, how = rest.partition(":")
     if not colon or how not in ("", "ro", "rw") or (dataset and how == "rw"):
-        raise InvalidArgumentError(f"{text[:80]!r} is no volume", hint="NAME:/path, or NAME:/path:ro")
+        what, shape = ("dataset", "NAME:/path") if dataset else ("volume", "NAME:/path, or NAME:/path:ro")
+        raise InvalidArgumentError(f"{text[:80]!r} does not name a {what} and where it is to be", hint=shape)
     return VolumeMount(name, path, readonly=how == "ro", dataset=dataset)
 
 

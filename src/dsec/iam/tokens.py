@@ -138,12 +138,12 @@ class Tokens:
         await self._directory.change_in_pieces(decide)
         row = self._directory.view.token(id)
         if row is None:
-            raise NotFoundError(f"there is no token {id[:40]!r}")
+            raise NotFoundError(f"there is no token {id[:40]!r}", hint="`dsec token ls` lists those that you see")
         return row
 
     def _one(self, id: str, by: Principal) -> TokenRow:
         row = self._directory.view.token(id)
         held = None if row is None else by.best(row.project, Right.MANAGE)
         if row is None or (by.token != id and (held is None or ORDER[row.right] > ORDER[held.right])):
-            raise NotFoundError(f"there is no token {id[:40]!r}")
+            raise NotFoundError(f"there is no token {id[:40]!r}", hint="`dsec token ls` lists those that you see")
         return row

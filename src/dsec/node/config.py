@@ -18,6 +18,12 @@ from dsec.wire.egress import PRIVATE_MAX, RESOLVERS_MAX
 ENDED_DIR: Final = "ended"
 
 
+def _not_negative(config: object, *names: str) -> None:
+    for name in names:
+        if (number := getattr(config, name)) < 0:
+            raise InvalidArgumentError(f"{name} must not be negative, and is {number:g}")
+
+
 @dataclass(frozen=True, slots=True)
 class WarmConfig:
     """Spares: instances made ahead for shapes that have been asked for twice. A shape is an environment's revision with
@@ -50,8 +56,7 @@ class IdleConfig:
 
     def __post_init__(self) -> None:
         later = [after for after in (self.page_out_s, self.sleep_s) if after]
-        if min(self.pause_s, self.page_out_s, self.sleep_s, self.resume_wait_s) < 0:
-            raise InvalidArgumentError("what is set about idle sandboxes must not be negative")
+        _not_negative(self, "pause_s", "page_out_s", "sleep_s", "resume_wait_s")
         if later and (not self.pause_s or [self.pause_s, *later] != sorted([self.pause_s, *later])):
             raise InvalidArgumentError(
                 "an idle sandbox is paused before its memory goes to swap, and that before it goes to the disk",
@@ -74,8 +79,7 @@ class CollectConfig:
     blob_bytes_max: int = limits.IMAGE_CACHE_BYTES_DEFAULT
 
     def __post_init__(self) -> None:
-        if min(self.free_bytes_min, self.record_keep_s, self.blob_keep_s, self.blob_bytes_max) < 0:
-            raise InvalidArgumentError("what is set about collection must not be negative")
+        _not_negative(self, "free_bytes_min", "record_keep_s", "blob_keep_s", "blob_bytes_max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +166,13 @@ class NodeConfig:
             raise InvalidArgumentError(f"sandboxes_max must be between 1 and {limits.SANDBOXES_PER_NODE_MAX}")
         if not 0.1 <= self.memory_overcommit <= 1_000:
             raise InvalidArgumentError("memory_overcommit must be between 0.1 and 1000")
-        for what, number in (
-            ("memory_available_bytes_min", self.memory_available_bytes_min),
-            ("disk_free_bytes_min", self.disk_free_bytes_min),
-            ("records_bytes_max", self.records_bytes_max),
-            ("ended_records_bytes_max", self.ended_records_bytes_max),
-        ):
-            if number < 0:
-                raise InvalidArgumentError(f"{what} must not be negative, and is {number}")
+        _not_negative(
+            self,
+            "memory_available_bytes_min",
+            "disk_free_bytes_min",
+            "records_bytes_max",
+            "ended_records_bytes_max",
+        )
         if self.creates_at_once_max < 1 or self.adopts_at_once_max < 1 or self.pause_deadline_s <= 0:
             raise InvalidArgumentError("creates_at_once_max, adopts_at_once_max and pause_deadline_s must be above 0")
 

@@ -14,7 +14,9 @@ from typing import Any, Final
 
 from dsec.core.errors import DsecError, InvalidArgumentError, UnavailableError
 from dsec.serve.told import in_words, to_line
+from dsec.wire.api import DEFAULT_SOCKET_NAME
 
+_FAILED: Final = 125  # as the commands of the CLI that ask a service
 _SETTINGS: Final = (
     "run_dir",
     "state_dir",
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write(to_line(error).decode())
         else:
             sys.stderr.write(in_words(error))
-        return 2 if isinstance(error, InvalidArgumentError) else 1
+        return 2 if isinstance(error, InvalidArgumentError) else _FAILED
 
 
 def _up(options: argparse.Namespace, given: list[str], pipe: int | None) -> int:
@@ -82,19 +84,21 @@ def _sandboxes(count: int) -> str:
 
 
 def _down(options: argparse.Namespace) -> int:
-    from dsec.serve.config import load_config
+    from dsec.serve.config import find_run_dir
     from dsec.serve.down import stop_service
     from dsec.serve.lock import holder_of
     from dsec.serve.retire import count_all, destroy_all, retire_launcher
 
-    config = load_config(_flags(options), os.environ, file=options.config)
-    run_dir = Path(config.run_dir)
+    run_dir, wrong = find_run_dir(_flags(options), os.environ, file=options.config)
+    if wrong is not None:
+        _say(options, f"the configuration is wrong, and only {run_dir} taken from it or its place: {wrong.message}")
+    socket = run_dir / DEFAULT_SOCKET_NAME
     if options.destroy and holder_of(run_dir) is None:
         raise UnavailableError("nothing runs that could destroy sandboxes", hint="start it first: dsec up --detach")
-    destroyed = destroy_all(config.socket) if options.destroy else 0
+    destroyed = destroy_all(socket) if options.destroy else 0
     if options.destroy:
         _say(options, f"{_sandboxes(destroyed)} destroyed")
-    left = None if holder_of(run_dir) is None else count_all(config.socket)
+    left = None if holder_of(run_dir) is None else count_all(socket)
     pid = stop_service(run_dir, timeout_s=options.timeout)
     _say(options, f"process {pid} has ended" if pid else f"nothing runs on {run_dir}")
     held = asyncio.run(retire_launcher(run_dir, force=options.launcher))
@@ -170,7 +174,11 @@ def _put(answer: dict[str, Any]) -> None:
 
 
 def _flags(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(options, name, None) for name in _SETTINGS}
+    given = {name: getattr(options, name, None) for name in _SETTINGS}
+    for name in ("run_dir", "state_dir"):
+        if path := given[name]:
+            given[name] = str(Path(path).absolute())  # from here, as everywhere; in a file it is written whole
+    return given
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -48,6 +48,7 @@ VARIABLES: Final = {
 }
 _LISTS: Final = ("node.substrates", "cluster.servers")
 _FLAGS: Final = {"node.substrates": "substrate", "cluster.servers": "join"}  # those not called as their setting
+_RUN_DIR: Final = re.compile(r"""(?m)^\s*run_dir\s*=\s*["'](/[^"']+)["']""")
 _LISTEN: Final = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[A-Za-z0-9.-]+)):(?P<port>[0-9]{1,5})\Z")
 
 
@@ -403,7 +404,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def __post_init__(self) -> None:
         for what, path in (("run_dir", self.run_dir), ("state_dir", self.state_dir)):
             if not path.startswith("/") or "\0" in path:
-                raise InvalidArgumentError(f"{what} must be an absolute path, and is {path[:80]!r}")
+                raise InvalidArgumentError(
+                    f"{what} must be an absolute path, and is {path[:80]!r}", hint="write it whole, such as /run/dsec"
+                )
         check_socket_path(self.socket)
         self.node.config(state_dir=Path(self.state_dir), run_dir=Path(self.run_dir))
         self.calls.config()
@@ -464,6 +467,27 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], *, file: P
         return from_toml(settings, ServeConfig)
     except InvalidArgumentError as error:
         raise in_place(error, origins) from error
+
+
+def find_run_dir(
+    flags: Mapping[str, Any], environ: Mapping[str, str], *, file: Path | None = None
+) -> tuple[Path, InvalidArgumentError | None]:
+    """Where a service is that is to be stopped, whatever else is wrong with its settings; and what is wrong."""
+    try:
+        return Path(load_config(flags, environ, file=file).run_dir), None
+    except InvalidArgumentError as error:
+        named = flags.get("run_dir") or environ.get("DSEC_RUN_DIR") or _run_dir_in(file, environ)
+        return Path(named or _defaults(environ)["run_dir"]).absolute(), error
+
+
+def _run_dir_in(file: Path | None, environ: Mapping[str, str]) -> str | None:
+    """Of a file that may be no TOML at all."""
+    try:
+        text = Path(file or environ.get("DSEC_CONFIG") or CONFIG_FILE).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    found = _RUN_DIR.search(re.split(r"(?m)^\s*\[", text)[0])
+    return None if found is None else found[1]
 
 
 def _defaults(environ: Mapping[str, str]) -> dict[str, Any]:

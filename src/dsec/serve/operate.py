@@ -191,7 +191,7 @@ def _list(options: argparse.Namespace, members: list[Entry], cards: list[Entry],
         ruling = unpack(ruled.value, Ruling) if ruled else Ruling()
         rows.append(_row(member, ruling, shown.get(key), late=key not in heard))
     if options.json:
-        sys.stdout.write(json.dumps({"nodes": rows}) + "\n")
+        sys.stdout.write(json.dumps(rows) + "\n")
         return
     for row in rows:
         words = (row["node"], f"{row['state']:8}", f"{row['wanted']:7}", f"{row['address'] or '-':24}")
@@ -202,7 +202,7 @@ def _row(member: Member, ruling: Ruling, card: Card | None, *, late: bool) -> di
     if ruling.wanted == Wanted.RETIRE:
         state = "retired"
     elif card is not None:
-        state = "late" if late else "here"
+        state = "stopped" if card.stopped and late else "late" if late else "here"
     else:
         state = "lost" if ruling.lost_term >= member.term else "away"
     return {

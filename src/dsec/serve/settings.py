@@ -13,6 +13,15 @@ from dsec.core.errors import InvalidArgumentError
 from dsec.core.spec import Substrate
 
 _PLACE: Final = re.compile(r" - at `\$\.?(?P<name>[^`\[]*)(?:\[[^`]*)?`")
+_KIND: Final = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
+_KINDS: Final = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+}
 _ENUM: Final = re.compile(r"Invalid enum value '(?P<value>.*)'")
 
 
@@ -53,6 +62,9 @@ def in_place(error: InvalidArgumentError, origins: Mapping[str, str]) -> Invalid
     hint = error.hint or _HINT
     if value := _ENUM.match(text):  # the one setting of words from a list
         text, hint = f"there is no {value['value']!r}", f"there are {', '.join(Substrate)}"
+    text = _KIND.sub(
+        lambda found: f"it must be {_KINDS.get(found[1], found[1])}, and is {_KINDS.get(found[2], found[2])}", text
+    )
     origin = origins.get(name)
     return InvalidArgumentError(f"{name}{f' (from {origin})' if origin else ''}: {text}", hint=hint)
 

@@ -51,6 +51,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     features: dict[str, tuple[str, ...]] = {}  # substrate → abilities
     labels: dict[str, str] = {}
     started_at: float = 0.0
+    stopped: bool = False  # its process has ended by itself; its card stays, so that one that comes back was never away
     images: tuple[str, ...] = ()  # environments that are there, as far as a card has room for them
     devices: tuple[str, ...] = ()  # kinds, as CDI has them
 

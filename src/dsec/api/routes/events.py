@@ -17,6 +17,8 @@ from dsec.wire.node import Right, Stream
 
 async def read_events(request: Request) -> None:
     query = request.query
+    if query["project"] is not None:
+        request.services.iam.projects.get(query["project"], by=request.who)  # raises NotFoundError
     asked = EventQuery(
         after=query["after"],
         follow=query["follow"],

@@ -35,6 +35,8 @@ async def get_usage(request: Request) -> Answer:
     )
     nodes = sorted(request.services.admission.nodes())
     page = await (_records if by is UsageBy.SANDBOX else _totals)(request, asked, nodes, query["cursor"])
+    if asked.project is not None and not page.totals and not page.records and query["cursor"] is None:
+        request.services.iam.projects.get(asked.project, by=request.who)  # one that was removed has used something
     return Answer(to_json(page))
 
 

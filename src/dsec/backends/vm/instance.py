@@ -160,7 +160,7 @@ class MachineInstance(Generic[R]):
         use = self._use
         return InstanceUsage(
             cpu_s=use.cpu_s(),
-            memory_bytes=use.memory_bytes(),
+            memory_bytes=0 if self.asleep else use.memory_bytes(),  # what the cgroup has then are pages of files
             memory_peak_bytes=use.memory_peak_bytes(),
             disk_used_bytes=self._disk_bytes(),
             cpu_pressure_s=use.pressure_s("cpu"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from dsec.wire.records import NodeLoad
 log = get_logger(__name__)
 
 T = TypeVar("T")
+_LEAVE_S: Final = 2.0  # to say that it stops
 _ROUNDS: Final = 8  # of a compare-and-set that others are faster at
 
 
@@ -122,6 +124,11 @@ class Membership:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.standing is Standing.MEMBER:
+            self._card = msgspec.structs.replace(self._card, stopped=True)
+            with contextlib.suppress(DsecError, TimeoutError):  # others see it late, and then away
+                async with asyncio.timeout(_LEAVE_S):
+                    await self._put_card(self._revision)
         self._left = True
         await self._say()
 
@@ -165,7 +172,7 @@ class Membership:
                     await self._registry.update(Bucket.MEMBERS, self.node, pack(member), revision=entry.revision)
             except ConflictError:
                 continue
-            self._card = msgspec.structs.replace(self._card, term=member.term)
+            self._card = msgspec.structs.replace(self._card, term=member.term, stopped=False)
             return before
         raise UnavailableError(f"node {self.node} joins several times at once")
 
@@ -191,7 +198,7 @@ class Membership:
         raise UnavailableError(f"the card of node {self.node} changes all the time")
 
     async def _put_card(self, revision: int | None) -> None:
-        if self._describe is not None:
+        if self._describe is not None and not self._card.stopped:
             self._card = await self._describe(self._card)
         sent = self._clock.monotonic_s()
         body, ttl_s = pack(self._card), self._timing.card_ttl_s

@@ -69,6 +69,8 @@ class NodeView:
         match self.state(now):
             case NodeState.LIVE:
                 pass
+            case NodeState.SUSPECT if self.card is not None and self.card.stopped:
+                return f"it has been stopped, {now - self.heard_at:.0f} s ago"
             case NodeState.SUSPECT:
                 return f"it is late: nothing was heard of it for {now - self.heard_at:.0f} s"
             case NodeState.AWAY:
