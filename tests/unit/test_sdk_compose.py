@@ -184,8 +184,12 @@ def test_variables_come_from_a_file_beside_it_too(tmp_path: Path) -> None:
         ("volumes: [data:/data]", "there is no volume 'data'"),
         ("volumes: [/data]", "has no name"),
         ("ports: ['53:53/udp']", "only TCP"),
-        ("ports: [99999]", "no range"),
+        ("ports: [99999]", "service web, ports: '99999' is no port"),
+        ("ports: [90-80]", "'90-80' is no range of ports"),
+        ("ports: [1000-2000]", "has more than 64 ports"),
+        ("ports: [{target: x}]", "'x' is no port"),
         ("expose: [a]", "is no port"),
+        ("x-dsec-network: foo", "service web, x-dsec-network: there is no network 'foo'"),
         ("environment: {A: $NONE}", "the variable NONE is not set"),
         ("environment: {A: '${NONE:?say which}'}", "say which"),
         ("environment: {A: 5$}", "names no variable"),
@@ -205,7 +209,7 @@ def test_variables_come_from_a_file_beside_it_too(tmp_path: Path) -> None:
         ("healthcheck: {test: x, every: 1s}", "and nothing else"),
         ("command: 'unended \"'", "cannot be split"),
         ("image: base\nimage: other", "is there twice"),
-        ("user: [a]", "is no text"),
+        ("user: [a]", "service web, user: \"['a']\" is no text"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, lines: str, said: str) -> None:
@@ -324,3 +328,9 @@ def test_what_no_service_can_have_is_told_as_such(tmp_path: Path, line: str) -> 
 
     with pytest.raises(InvalidArgumentError):
         spec_of(directory, line)
+
+
+@pytest.mark.parametrize("image", ["5", "'B C'", "[a]", "'@'"])
+def test_what_is_no_name_of_an_image_is_told_as_that(tmp_path: Path, image: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"service web, image: .* is no name of an image"):
+        read(tmp_path, f"services: {{web: {{image: {image}}}}}")

@@ -101,7 +101,7 @@ def for_each(
                 if not settings.json:
                     say(said.format(one))
         if settings.json:
-            put_json({key: what})
+            put_json({"removed": what, key: what})
 
     run_async(work())
 

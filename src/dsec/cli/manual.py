@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from dsec.cli.pages import EXITS, PAGES, command
+from dsec.cli.pages import EXITS, JSON, PAGES, command
 from dsec.core.variables import VARIABLES
 
 _WIDTH: Final = 90
@@ -142,6 +142,7 @@ def _overview(found: list[Entry]) -> list[str]:
     ]
     lines += [f"  {entry.name:<{width}}  {entry.summary}" for entry in found]
     lines += ["", "Exit status", *_pairs([(str(status), text) for status, text in EXITS.items()])]
+    lines += ["", "JSON", *textwrap.wrap(_line(JSON), _WIDTH, initial_indent="  ", subsequent_indent="  ")]
     lines += ["", "Environment", *_pairs(list(VARIABLES.items()))]
     lines += ["", "Files", *_pairs(list(_FILES.items()))]
     return [*lines, "", "`dsec help COMMAND` says all of a command, `dsec doctor` what this machine can do."]
@@ -187,7 +188,7 @@ def man_page(app: typer.Typer, version: str) -> str:
     """dsec(1), in the man macros."""
     lines = [f'.TH DSEC 1 "" "dsec {_roff(version)}" "User Commands"', ".SH NAME", "dsec \\- sandboxes for AI agents"]
     lines += [".SH SYNOPSIS", ".B dsec", "[\\-\\-url URL] [\\-\\-token TOKEN] [\\-\\-quiet] COMMAND \\&..."]
-    lines += [".SH DESCRIPTION", "Data goes to stdout, talk to stderr. SANDBOX is an id or a name."]
+    lines += [".SH DESCRIPTION", "Data goes to stdout, talk to stderr. SANDBOX is an id or a name.", ".PP", _roff(JSON)]
     lines.append(".SH COMMANDS")
     for entry in entries(app):
         lines += [f".SS {_roff(entry.usage)}", _roff(entry.summary)]

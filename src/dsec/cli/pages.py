@@ -22,6 +22,12 @@ EXITS: Final = {
     125: "dsec refused or failed, also where something is not there; the last line says what to try",
     130: "Ctrl-C",
 }
+JSON: Final = (
+    "With --json stdout has the answer alone, in one line: a record; for `ls` and what else lists, a list of records "
+    "(audit and usage: a record that holds lists, as they come in pages); for `rm`, removed: a list. What follows, as "
+    "events and logs, is a line for each. An error is error: code, message, hint, detail, and the exit status as ever. "
+    "Progress stays on stderr."
+)
 _OF_COMMANDS: Final = {
     124: "--timeout ended the command",
     126: "the program cannot be run",

@@ -90,7 +90,7 @@ def read_compose(
         given = read_env_file(beside, Scope("the file .env")) | given
     file = load(path, given)
     _check_keys(file, frozenset(("name", "version", "services", "volumes")), Scope(path.name))
-    group = parse_name(name or _text(file.get("name")) or _of_directory(path), "group name")
+    group = parse_name(name or _text(file.get("name"), Scope("name")) or _of_directory(path), "group name")
     services = _mapping(file.get("services"), Scope("services"))
     chosen = {service: one for service, one in services.items() if _is_chosen(one, profiles, Scope(service))}
     if not chosen:
@@ -132,7 +132,7 @@ class _Service:
         self.given = _mapping(given, self.scope)
         _check_keys(self.given, _SERVICE, self.scope)
         self._check_values()
-        self.image = str(self._need("image"))
+        self.image = self._image()
         self.environment = environment_of(self.image)
         published, exposed = self.given.get("ports"), self.given.get("expose")
         self.ports, self.notes = ports_of(published, exposed, self.scope)
@@ -151,9 +151,9 @@ class _Service:
                 entrypoint=None if entrypoint is None else words_of(entrypoint, scope.at("entrypoint")),
                 command=None if command is None else words_of(command, scope.at("command")),
                 env=self._env(),
-                user=_text(given.get("user")),
-                workdir=_text(given.get("working_dir")),
-                name=_text(given.get("container_name")),
+                user=_text(given.get("user"), scope.at("user")),
+                workdir=_text(given.get("working_dir"), scope.at("working_dir")),
+                name=_text(given.get("container_name"), scope.at("container_name")),
                 labels=_pairs(given.get("labels"), scope.at("labels")),
                 ready=self.probe,
                 volumes=self._mounts(),
@@ -166,10 +166,16 @@ class _Service:
             raise
         return GroupMember(spec=spec, after=self._after(all))
 
+    def _image(self) -> str:
+        given = self._need("image") if self.given.get("image") in (None, "") else self.given["image"]
+        if not isinstance(given, str) or not environment_of(given) or len(given.split()) != 1:
+            raise wrong(self.scope.at("image"), f"{str(given)[:60]!r} is no name of an image", "such as postgres:16")
+        return given
+
     def _network(self) -> NetworkMode:
         given = self.given.get("x-dsec-network", NetworkMode.NONE)
         if given not in list(NetworkMode):
-            raise wrong(self.scope.at("x-dsec-network"), f"there is no network {str(given)[:40]!r}")
+            raise wrong(self.scope.at("x-dsec-network"), f"there is no network {str(given)[:40]!r}", "none or proxied")
         return NetworkMode(given)
 
     def _egress(self) -> tuple[str, ...] | None:
@@ -276,7 +282,11 @@ class _Service:
             if condition == "service_healthy" and all[name].probe is None:
                 raise wrong(scope, f"{name} has no healthcheck by which it could be healthy")
             if condition not in ("service_started", "service_healthy"):
-                raise wrong(scope, f"the condition {str(condition)[:40]!r} cannot be waited for")
+                raise wrong(
+                    scope,
+                    f"the condition {str(condition)[:40]!r} cannot be waited for",
+                    "service_started or service_healthy",
+                )
             found.append(str(name))
         return tuple(found)
 
@@ -328,11 +338,11 @@ def _of_directory(path: Path) -> str:
     return name[:40].strip("_-") or "group"
 
 
-def _text(value: Any) -> str | None:
+def _text(value: Any, scope: Scope) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidArgumentError(f"{str(value)[:60]!r} is no text")
+        raise wrong(scope, f"{str(value)[:60]!r} is no text")
     return str(value)
 
 
@@ -340,7 +350,7 @@ def _mapping(value: Any, scope: Scope) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise wrong(scope, "it must be a mapping of names")
+        raise wrong(scope, "it must be a mapping: NAME: …")
     return value
 
 

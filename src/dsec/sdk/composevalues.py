@@ -71,16 +71,21 @@ def _published(item: Any, scope: Scope) -> tuple[str, str]:
     return f"{inside}{slash}{protocol}", outside
 
 
+_PORT: Final = "a port is 1 to 65535, a range such as 8000-8010"
+
+
 def _range(text: str, scope: Scope) -> range:
     ports, _, protocol = text.partition("/")
     if protocol not in ("", "tcp"):
         raise wrong(scope, f"{text[:40]!r}: only TCP is relayed between sandboxes")
     first, dash, last = ports.partition("-")
     if not first.isdecimal() or (dash and not last.isdecimal()) or len(ports) > 11:
-        raise wrong(scope, f"{text[:40]!r} is no port")
+        raise wrong(scope, f"{ports[:40]!r} is no port", _PORT)
     found = range(int(first), int(last or first) + 1)
-    if not 1 <= len(found) <= _PORTS_MAX or found[0] < 1 or found[-1] > 65_535:
-        raise wrong(scope, f"{text[:40]!r} is no range of 1 to {_PORTS_MAX} ports")
+    if not found or found[0] < 1 or found[-1] > 65_535:
+        raise wrong(scope, f"{ports[:40]!r} is no {'range of ports' if dash else 'port'}", _PORT)
+    if len(found) > _PORTS_MAX:
+        raise wrong(scope, f"{ports[:40]!r} has more than {_PORTS_MAX} ports")
     return found
 
 

@@ -87,7 +87,7 @@ def _down(options: argparse.Namespace) -> int:
     from dsec.serve.config import find_run_dir
     from dsec.serve.down import stop_service
     from dsec.serve.lock import holder_of
-    from dsec.serve.retire import count_all, destroy_all, retire_launcher
+    from dsec.serve.retire import count_all, destroy_all, retire_launcher, tidy
 
     run_dir, wrong = find_run_dir(_flags(options), os.environ, file=options.config)
     if wrong is not None:
@@ -103,6 +103,8 @@ def _down(options: argparse.Namespace) -> int:
     _say(options, f"process {pid} has ended" if pid else f"nothing runs on {run_dir}")
     held = asyncio.run(retire_launcher(run_dir, force=options.launcher))
     left = held if left is None else left  # the launcher has none of the machines
+    if options.destroy and not left and not held:
+        tidy(run_dir)
     if left:
         _say(options, f"left as before: {_sandboxes(left)}; `dsec up` takes over")
     if options.json:

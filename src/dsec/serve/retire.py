@@ -17,8 +17,9 @@ from urllib.parse import quote
 from dsec.backends.container.launcher import Launcher, LauncherRefusal
 from dsec.backends.egress import Egress
 from dsec.binaries import find_binary
-from dsec.core.errors import DsecError, HostError, PlatformError, UnavailableError
+from dsec.core.errors import ConflictError, DsecError, HostError, PlatformError, UnavailableError
 from dsec.core.ids import parse_sandbox_id
+from dsec.serve.lock import RunLock
 from dsec.storage.loader import Loader
 from dsec.wire.codec import from_json
 from dsec.wire.errors import ErrorBody, error_of
@@ -26,6 +27,7 @@ from dsec.wire.records import SandboxPage
 
 _CALL_TIMEOUT_S: Final = 150.0  # above the API's own for a destroy
 _END_TIMEOUT_S: Final = 10.0
+_OF_PROGRAMS: Final = ("launch", "loader", "egress")  # files of theirs in the run directory
 
 
 def destroy_all(api_socket: Path) -> int:
@@ -65,6 +67,44 @@ async def retire_launcher(run_dir: Path, *, force: bool = False) -> int:
         Loader(run_dir, run_dir, cache_bytes=0).shutdown()
         await _retire_forwarder(run_dir)
     return held
+
+
+def tidy(run_dir: Path) -> None:
+    """What ended processes have left in a run directory where nothing lives. Locks stay: to remove one would let two
+    processes lock two files of one name; and so does whatever a log says."""
+    try:
+        lock = RunLock.acquire(run_dir)
+    except (ConflictError, HostError):
+        return  # the next service is here already
+    try:
+        for name in _OF_PROGRAMS:
+            if not _is_held(run_dir / f"{name}.lock"):
+                for path in (run_dir / f"{name}.sock", run_dir / f"{name}.pid"):
+                    path.unlink(missing_ok=True)
+                log = run_dir / f"{name}.log"
+                if log.is_file() and not log.stat().st_size:
+                    log.unlink()
+        for directory in (run_dir / "sb", run_dir / "layers", run_dir / "launch.mnt"):
+            with suppress(OSError):
+                directory.rmdir()  # with anything in it, it stays
+    except OSError:
+        return  # somebody else tidies, too
+    finally:
+        lock.release()
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 async def _retire_forwarder(run_dir: Path) -> None:
