@@ -1,5 +1,5 @@
 """kill -9 of node, launcher, an agent and a client, one right after the other, in any order: while commands print and
-files are sent. What was not killed itself goes on, whole; what was is said to have been."""
+files are sent and fetched. What was not killed itself goes on, whole; what was is said to have been."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
 
 VICTIMS = ("node", "launcher", "agent", "client")
 LINES = 200
+FETCHED = os.urandom(2 << 20)
 # Sends a file again and again; each is whole, or is not there.
 _CLIENT = """
 import sys, dsec
@@ -57,6 +58,7 @@ class World:
     target: AsyncSandbox
     sender: subprocess.Popen[bytes]
     transfers: list[asyncio.Task[str]] = field(default_factory=list)
+    fetches: list[asyncio.Task[int]] = field(default_factory=list)
 
     async def kill(self, victim: str) -> None:
         if victim == "node":
@@ -89,9 +91,11 @@ async def begin(place: Place, client: AsyncClient, count: int) -> World:
     assert len(rest) == count
     await doomed.start("echo begun; sleep 1000")
     sender = await asyncio.to_thread(start_sending, place, target.id)
+    await asyncio.gather(*(box.files.write("/root/fetched", FETCHED) for box in rest))
     counting = [(box, await box.start(COUNT.format(lines=LINES, code=number % 7))) for number, box in enumerate(rest)]
     world = World(place, client, counting, doomed, target, sender)
     world.transfers = [asyncio.create_task(send(box)) for box in rest]
+    world.fetches = [asyncio.create_task(fetch(box)) for box in rest]
     return world
 
 
@@ -114,10 +118,22 @@ async def send(sandbox: AsyncSandbox) -> str:
     return "done"
 
 
+async def fetch(sandbox: AsyncSandbox) -> int:
+    """How often it came whole: it does, or an error of ours says that it did not."""
+    came = 0
+    for _ in range(8):
+        with contextlib.suppress(DsecError):
+            assert await sandbox.files.read_bytes("/root/fetched") == FETCHED
+            came += 1
+    return came
+
+
 async def check(world: World) -> None:
     place, client = world.place, world.client
     await place.ready(client)
     told = await asyncio.gather(*world.transfers)
+    came = await asyncio.gather(*world.fetches)
+    assert sum(came) > 0
     for number, (box, process) in enumerate(world.counting):
         result = await (await box.attach(process.id)).wait(120)
         assert (result.status, result.exit_code, result.gaps) == ("exited", number % 7, []), result.summary()
@@ -177,9 +193,10 @@ async def live_through(place: Place, order: Sequence[str], count: int) -> None:
             world.sender.wait(60)
             assert world.sender.stdout is not None
             world.sender.stdout.close()
-            for task in world.transfers:
+            tasks = [*world.transfers, *world.fetches]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*world.transfers, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_all_are_killed_in_one_order_or_another(place: Place, rng: random.Random) -> None:

@@ -150,16 +150,16 @@ class FullvmBackend(MachineBackend[FullvmRecord, FullvmInstance, _Facts, _Wanted
     async def _wanted(self, instance: InstanceSpec) -> _Wanted:
         check_spec(instance)
         if instance.spec.network is not NetworkMode.NONE:
-            await asyncio.to_thread(check_own_net, (await self._open()).driver.qemu)
+            await asyncio.to_thread(check_own_net, (await self._renewed()).driver.qemu)
         if instance.machine:
             return await self._wanted_from(instance)
         image = await asyncio.to_thread(self.images.get, image_name(instance.spec.environment))
         image = with_data(image, instance.layers)
-        return _Wanted(image, shape_of(instance, image), await self._open())
+        return _Wanted(image, shape_of(instance, image), await self._renewed())
 
     async def _wanted_from(self, instance: InstanceSpec) -> _Wanted:
         """A saved machine has its image with it."""
-        facts = await self._open()
+        facts = await self._renewed()
         saved = await asyncio.to_thread(self.saved.get, instance.machine, self._needs(facts))
         shape = msgspec.convert(saved.manifest.shape, Shape)
         check_same(shape, instance.spec)

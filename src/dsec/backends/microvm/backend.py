@@ -64,7 +64,7 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
     def __init__(self, config: MicrovmConfig, *, node: NodeId) -> None:
         self._config = config
         super().__init__(config, node=node, templates=Templates(config.templates_dir, kept_max=config.templates_max))
-        self._with_card: tuple[VmDriver[Any], dict[str, str]] | None = None
+        self._with_card: tuple[VmDriver[Any], tuple[VmDriver[Any], dict[str, str]]] | None = None  # of which it is
         self._finding_card = asyncio.Lock()
 
     @property
@@ -101,7 +101,7 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
 
     async def _wanted(self, instance: InstanceSpec) -> _Wanted:
         shape = shape_of(instance, self._config)
-        facts = await self._open()
+        facts = await self._renewed()
         if not instance.machine:
             return _Wanted(shape, facts)
         saved = await asyncio.to_thread(self.saved.get, instance.machine, self._needs(facts))
@@ -220,9 +220,9 @@ class MicrovmBackend(MachineBackend[MicrovmRecord, MicrovmInstance, _Facts, _Wan
     async def _able_to_network(self, driver: VmDriver[Any]) -> tuple[VmDriver[Any], dict[str, str]]:
         """Found when the first one asks for it."""
         async with self._finding_card:
-            if self._with_card is None:
-                self._with_card = await with_card(self._config, driver)
-            return self._with_card
+            if self._with_card is None or self._with_card[0] is not driver:
+                self._with_card = driver, await with_card(self._config, driver)
+            return self._with_card[1]
 
     async def _build_template(
         self, directory: Path, wanted: _Wanted, layers: list[JailBind], driver: VmDriver[Any]

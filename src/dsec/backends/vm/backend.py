@@ -50,9 +50,19 @@ class Wanted(Protocol):
         ...
 
 
+class Current(Protocol):
+    @property
+    def is_current(self) -> bool: ...
+
+
+class Facts(Protocol):
+    @property
+    def driver(self) -> Current: ...
+
+
 R = TypeVar("R", bound=MachineRecord)
 I = TypeVar("I", bound=MachineInstance)  # type: ignore[type-arg]  # noqa: E741 - of R, which a bound cannot say
-F = TypeVar("F")
+F = TypeVar("F", bound=Facts)
 W = TypeVar("W", bound=Wanted)
 
 
@@ -82,7 +92,7 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
 
     @abstractmethod
     async def _prepare(self) -> F:
-        """What it works with on this host. Raises HostError or UnsupportedError. Once."""
+        """What it works with on this host. Raises HostError or UnsupportedError. Once for each monitor."""
 
     @abstractmethod
     def _shown(self, facts: F) -> Probe:
@@ -141,6 +151,16 @@ class MachineBackend(ABC, Generic[R, I, F, W]):
             if self._facts is None:
                 self._facts = await self._prepare()
         return self._facts
+
+    async def _renewed(self) -> F:
+        """As `_open`, with the monitor that is there by now: a template's state is for the very one that made it."""
+        facts = await self._open()
+        if facts.driver.is_current:
+            return facts
+        async with self._opening:
+            if self._facts is facts:
+                self._facts = await self._prepare()
+        return await self._open()
 
     # ---- create ------------------------------------------------------------------------------------
 

@@ -54,6 +54,11 @@ class VmDriver(Protocol[M]):
         ...
 
     @property
+    def is_current(self) -> bool:
+        """Its monitor is the program that it was made for."""
+        ...
+
+    @property
     def identity(self) -> dict[str, str]:
         """What a template depends on besides its kernel, its shape and its layers."""
         ...

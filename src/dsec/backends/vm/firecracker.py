@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from dsec.backends.vm.programs import Stamp, stamp_of
 from dsec.core.errors import HostError
 
 PROGRAM: Final = "firecracker"
@@ -22,6 +23,12 @@ class Firecracker:
     path: Path
     version: tuple[int, int]
     text: str  # the version in full: snapshots are for this very one
+    stamp: Stamp | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """The program is the one that was asked for its version."""
+        return stamp_of(self.path) == self.stamp
 
     @property
     def reports_free_pages(self) -> bool:
@@ -39,11 +46,12 @@ def find_firecracker(program: str = PROGRAM) -> Firecracker:
     found = shutil.which(program)
     if found is None:
         raise HostError(f"there is no {program}", hint="github.com/firecracker-microvm/firecracker has releases")
-    return _ask(Path(found).resolve())
+    path = Path(found).resolve()
+    return _ask(path, stamp_of(path))
 
 
 @cache
-def _ask(path: Path) -> Firecracker:
+def _ask(path: Path, stamp: Stamp | None) -> Firecracker:
     try:
         said = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=_ASK_S, check=True, stdin=subprocess.DEVNULL
@@ -56,4 +64,4 @@ def _ask(path: Path) -> Firecracker:
     version = (int(found[1]), int(found[2]))
     if version < VERSION_MIN:
         raise HostError(f"{path} is of version {found[1]}.{found[2]}; 1.12 is the oldest that works")
-    return Firecracker(path, version, found[0])
+    return Firecracker(path, version, found[0], stamp)

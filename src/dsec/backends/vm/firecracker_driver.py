@@ -80,6 +80,10 @@ class FirecrackerDriver:
         return "kvm"
 
     @property
+    def is_current(self) -> bool:
+        return self.firecracker.is_current
+
+    @property
     def identity(self) -> dict[str, str]:
         layers = {"layer_device": "pmem"} if self.persistent else {}
         return {"monitor": self.firecracker.text, "accelerator": "kvm", "generation": GENERATION, **layers}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from dsec.backends.base import Weakness
+from dsec.backends.vm.programs import Stamp, stamp_of
 from dsec.core.errors import HostError, UnsupportedError
 
 PROGRAM: Final = "qemu-system-x86_64"
@@ -25,6 +26,12 @@ class Qemu:
     version: tuple[int, int]
     text: str  # the version in full: state of a template is for this very one
     firmware: Path  # directory of what it loads
+    stamp: Stamp | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """The program is the one that was asked for its version."""
+        return stamp_of(self.path) == self.stamp
 
     @property
     def reads_state_files(self) -> bool:
@@ -42,11 +49,12 @@ def find_qemu(program: str = PROGRAM) -> Qemu:
     found = shutil.which(program)
     if found is None:
         raise HostError(f"there is no {program}", hint=f"apt-get install {PACKAGE}")
-    return _ask(Path(found).resolve())
+    path = Path(found).resolve()
+    return _ask(path, stamp_of(path))
 
 
 @cache
-def _ask(path: Path) -> Qemu:
+def _ask(path: Path, stamp: Stamp | None) -> Qemu:
     try:
         text = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=_ASK_S, check=True, stdin=subprocess.DEVNULL
@@ -62,7 +70,7 @@ def _ask(path: Path) -> Qemu:
     firmware = next((place for place in _places(path) if (place / "qboot.rom").exists()), None)
     if firmware is None:
         raise HostError(f"the firmware qboot.rom of {path} is not there", hint="apt-get install qemu-system-data")
-    return Qemu(path, version, text, firmware)
+    return Qemu(path, version, text, firmware, stamp)
 
 
 def _places(path: Path) -> list[Path]:

@@ -32,6 +32,10 @@ class Runner:
     qemu: Qemu
     accelerator: str  # kvm | tcg
 
+    @property
+    def is_current(self) -> bool:
+        return self.qemu.is_current
+
     async def save_state(self, monitor: Monitor, directory: Path) -> None:
         """Stops the machine and writes its devices' state; its memory is in `directory` already."""
         fault_point("vm.template.save")
