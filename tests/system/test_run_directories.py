@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from dsec.core.errors import LaunchError
+from dsec.core.errors import CapacityError, DsecError, LaunchError, StorageError
 from dsec.testing.waiting import eventually
+from dsec.wire.environments import DirectorySource
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
 
 pytestmark = pytest.mark.root
@@ -87,3 +90,35 @@ async def test_creates_fail_while_the_run_directory_is_full_and_work_once_it_is_
         await eventually(lambda: not list(service.node.registry))  # what could not be removed then is now
         async with await client.create(ENVIRONMENT) as sandbox:
             assert (await sandbox.exec("echo works")).stdout == "works\n"
+
+
+@contextmanager
+def full(directory: Path) -> Iterator[None]:
+    """Another file system over it, of a few pages, for the time of the block."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", directory], check=True, timeout=60)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", directory], check=True, timeout=60)
+
+
+async def test_snapshots_and_builds_on_a_full_disk_say_so_and_leave_nothing(small_store: Path, tmp_path: Path) -> None:
+    source = DirectorySource(path=str(tmp_path / "source"))
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/file").write_bytes(os.urandom(1 << 20))
+    with private_place(small_store) as place:
+        async with served(place) as (_, client), await client.create(ENVIRONMENT) as sandbox:
+            await sandbox.files.write("/large", os.urandom(1 << 20))
+            with full(place.state / "staging"):
+                with pytest.raises(CapacityError, match="disk of the store is full"):
+                    await client.environments.build("large", source)
+                with pytest.raises(DsecError, match=r"full|No space left") as refused:
+                    await sandbox.snapshot("large")
+                assert isinstance(refused.value, (CapacityError, StorageError))
+                assert list((place.state / "staging").iterdir()) == []
+
+            assert await client.snapshots.list() == []
+            assert [found.name for found in await client.environments.list()] == [ENVIRONMENT]
+            assert (await sandbox.exec("stat -c %s /large")).stdout == f"{1 << 20}\n"
+            async with await client.create(snapshot=await sandbox.snapshot("large")) as other:
+                assert (await other.exec("stat -c %s /large")).stdout == f"{1 << 20}\n"

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from dsec.core.errors import CapacityError, DsecError, NotFoundError, StorageError
+from dsec.core.errors import DsecError, NotFoundError, StorageError
 from dsec.core.limits import BUILD_LOG_LINE_BYTES_MAX
 from dsec.core.units import format_size
 from dsec.image import erofs
 from dsec.image.scan import TreeDigest, tree_digest
 from dsec.image.upper import mark_whiteouts
 from dsec.storage.layers import BLOB_NAME, META_NAME, TREE_NAME, LayerKind, LayerRecord, LayerStore, Lease
-from dsec.storage.space import require_free
+from dsec.storage.space import FULL, require_free, store_full
 from dsec.storage.trees import tree_size
 from dsec.wire.environments import BuildEvent
 
@@ -107,7 +107,7 @@ def typed(error: BaseException) -> DsecError:
     if isinstance(error, DsecError):
         return error
     if isinstance(error, OSError):
-        if error.errno in (28, 122):  # ENOSPC, EDQUOT
-            return CapacityError("the disk of the store is full", hint="remove environments or make room")
+        if error.errno in FULL:
+            return store_full()
         return StorageError(f"the build failed on the disk: {error.strerror or error}")
     return StorageError(f"the build failed: {type(error).__name__}: {error}")

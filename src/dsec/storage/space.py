@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from typing import Final
 
 from dsec.core.errors import CapacityError
 from dsec.core.limits import DISK_FREE_BYTES_MIN
 from dsec.core.units import format_size
+
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def store_full() -> CapacityError:
+    """What FULL means where layers are made."""
+    return CapacityError("the disk of the store is full", hint="remove environments or make room")
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int:

@@ -21,13 +21,13 @@ from typing import IO, Final
 
 import msgspec
 
-from dsec.core.errors import CapacityError, InvalidArgumentError, StorageError
+from dsec.core.errors import InvalidArgumentError, StorageError
 from dsec.core.image_names import is_digest
 from dsec.image.registry.client import Registry
 from dsec.image.registry.web import Answer, BrokenError, host_of
 from dsec.storage.layers import sync
 from dsec.storage.locks import is_same, try_lock
-from dsec.storage.space import require_free
+from dsec.storage.space import FULL, require_free, store_full
 from dsec.wire import codec
 
 _PIECE_BYTES: Final = 1 << 20
@@ -261,8 +261,8 @@ def _write_all(file: IO[bytes], piece: bytes) -> None:
         while left:
             left = left[file.write(left) :]
     except OSError as error:
-        if error.errno in (28, 122):  # ENOSPC, EDQUOT
-            raise CapacityError("the disk of the store is full", hint="remove environments or make room") from error
+        if error.errno in FULL:
+            raise store_full() from error
         raise
 
 

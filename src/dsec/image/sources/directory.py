@@ -13,6 +13,7 @@ from dsec.core.errors import DsecError, InvalidArgumentError, StorageError
 from dsec.image.recipes import RECIPE_VERSION
 from dsec.image.scan import Entry, open_inside, tree_digest, walk
 from dsec.image.stage import Attributes, Stage
+from dsec.storage.space import FULL, store_full
 from dsec.wire.environments import DirectorySource
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -93,7 +94,9 @@ def _open(path: str) -> int:
 
 
 def _unreadable(path: str, error: OSError) -> DsecError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+    if error.errno in FULL:
+        return store_full()  # of the copy: nothing is written to the source
+    if error.errno in (errno.EIO, errno.EROFS):
         return StorageError(f"cannot copy {path!r}: {error.strerror}")
     return InvalidArgumentError(
         f"cannot copy {path!r}: {error.strerror or error}", hint="it must hold still while it is read"
