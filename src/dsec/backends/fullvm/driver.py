@@ -59,7 +59,7 @@ class FullDriver(Runner):
         argv = self._argv(image, shape, disk, memory, f"{TEMPLATE}/{VARIABLES_NAME}")
         argv += machine.boot_arguments(shape, tsc_khz=tsc_khz() if self.accelerator == "tcg" else None)
         confines = confined(confines, binds, network=shape.network)
-        async with self.running(confines, argv, directory / "console") as monitor:
+        async with self.running(confines, argv) as monitor:
             try:
                 yield monitor
             except (DsecError, TimeoutError) as error:

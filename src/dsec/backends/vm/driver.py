@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from dsec.backends.vm import machine
+from dsec.backends.vm.console import BootConsole
 from dsec.backends.vm.disks import make_disk
 from dsec.backends.vm.initramfs import plan_text, with_plan
 from dsec.backends.vm.machine import Drive, Persistent, Shape
@@ -69,7 +70,7 @@ class Driver(Runner):
         binds.append(JailBind(str(self.vmlinux), "/boot/vmlinux"))
         drive = Drive("disk", f"{machine.TEMPLATE}/{DISK}", writable=True)
         argv = self._argv(shape, drive, layers, memory=machine.template_memory(shape.memory_bytes))
-        argv += machine.console_file(f"{machine.TEMPLATE}/{CONSOLE}")
+        argv += machine.console_at(f"{machine.TEMPLATE}/{CONSOLE}")
         argv += machine.boot_arguments(
             kernel="/boot/vmlinux",
             initramfs=f"{machine.TEMPLATE}/initramfs",
@@ -77,28 +78,28 @@ class Driver(Runner):
             tsc_khz=tsc_khz() if self.accelerator == "tcg" else None,
         )
         confines = confined(confines, binds, network=shape.network)
-        async with self.running(confines, argv, directory / CONSOLE) as monitor:
-            found = self.control(confines.sockets, owner=confines.uid)
-            found.take(monitor)
-            try:
-                yield found
-            finally:
-                found.close()
+        with BootConsole(directory / CONSOLE, owner=confines.uid) as console:
+            async with self.running(confines, argv, console) as monitor:
+                found = self.control(confines.sockets, owner=confines.uid)
+                found.take(monitor)
+                try:
+                    yield found
+                finally:
+                    found.close()
 
     async def save(self, found: QemuMachine, directory: Path) -> None:
         """Stops the machine and writes its devices' state; it is of no other use afterwards."""
         await self.save_state(await found.monitor(), directory)
-        for name in ("initramfs", CONSOLE):
-            (directory / name).unlink(missing_ok=True)
+        (directory / "initramfs").unlink(missing_ok=True)
         (directory / DISK).chmod(0o444)
 
     def _lay_out(self, directory: Path, shape: Shape, plan: str, uid: int) -> None:
         with_plan(self.initramfs, plan, directory / "initramfs")
         make_disk(directory / DISK, shape.disk_bytes)
-        for name in (RAM, STATE, CONSOLE):
+        for name in (RAM, STATE):
             (directory / name).touch(mode=0o600)
         os.truncate(directory / RAM, shape.memory_bytes)
-        for name in ("initramfs", DISK, RAM, STATE, CONSOLE):
+        for name in ("initramfs", DISK, RAM, STATE):
             os.chown(directory / name, uid, uid)
         directory.chmod(0o711)
 

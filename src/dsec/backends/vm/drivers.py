@@ -6,14 +6,12 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from dsec.backends.vm.machine import Shape
 from dsec.backends.vm.monitor import Confines, MonitorProcess
 from dsec.backends.vm.templates import Template
 from dsec.wire.jail import JailBind
-
-_CONSOLE_SHOWN: Final = 2_000
 
 
 class Machine(Protocol):
@@ -103,12 +101,3 @@ class VmDriver(Protocol[M]):
 def said_by(what: str, process: MonitorProcess) -> str:
     words = process.words()
     return f"{what}; it says: {words}" if words else what
-
-
-def said_on(console: Path) -> str:
-    """The last words of a kernel that did not come up."""
-    try:
-        text = console.read_bytes()[-_CONSOLE_SHOWN:].decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
-    return f"; console: {text}" if text else ""

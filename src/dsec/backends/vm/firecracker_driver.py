@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from dsec.backends.vm import machine
+from dsec.backends.vm.console import BootConsole
 from dsec.backends.vm.disks import copy_disk, drop_holes, make_disk
-from dsec.backends.vm.drivers import said_by, said_on
+from dsec.backends.vm.drivers import said_by
 from dsec.backends.vm.firecracker import Firecracker
 from dsec.backends.vm.firecracker_api import FirecrackerApi
 from dsec.backends.vm.firecracker_machine import AGENT_PORT, API, VSOCK, FirecrackerMachine, WrittenMemory
@@ -112,8 +113,15 @@ class FirecrackerDriver:
             JailBind(str(self.vmlinux), "/boot/vmlinux"),
         ]
         confines = replace(confines, binds=(*confines.binds, *binds))
-        console = directory / CONSOLE
-        process = self._start(confines, network=shape.network, output=console)
+        with BootConsole(directory / CONSOLE, owner=confines.uid) as console:
+            async with self._booted(confines, shape, drives, console) as found:
+                yield found
+
+    @asynccontextmanager
+    async def _booted(
+        self, confines: Confines, shape: Shape, drives: list[tuple[str, str, bool]], console: BootConsole
+    ) -> AsyncIterator[FirecrackerMachine]:
+        process = self._start(confines, network=shape.network, output=console.path)
         try:
             found = self.control(confines.sockets, owner=confines.uid)
             await self._ready(found.api, process)
@@ -125,7 +133,7 @@ class FirecrackerDriver:
         except (DsecError, TimeoutError) as error:
             message = error.message if isinstance(error, DsecError) else "it did not come up in time"
             said = said_by(f"a template did not come up: {message}", process)
-            raise LaunchError(f"{said}{said_on(console)}", step="template") from error
+            raise LaunchError(f"{said}{console.last_words()}", step="template") from error
         finally:
             await asyncio.shield(process.end())
             process.forget()
@@ -136,8 +144,7 @@ class FirecrackerDriver:
         await found.pause(timeout_s=_MONITOR_S)
         paths = {"snapshot_path": f"{machine.TEMPLATE}/{STATE}", "mem_file_path": f"{machine.TEMPLATE}/{RAM}"}
         await found.api.put("/snapshot/create", {"snapshot_type": "Full", **paths}, timeout_s=_SAVE_S)
-        for name in ("initramfs", CONSOLE):
-            (directory / name).unlink(missing_ok=True)
+        (directory / "initramfs").unlink(missing_ok=True)
         await asyncio.to_thread(drop_holes, directory / RAM)
         for name in (DISK, RAM, STATE):
             (directory / name).chmod(0o444)
@@ -150,9 +157,9 @@ class FirecrackerDriver:
         plan = plan_text(layers=layers, disk=next(disks), pids=shape.pids, vsock=AGENT_PORT, network=shape.network)
         with_plan(self.initramfs, plan, directory / "initramfs")
         make_disk(directory / DISK, shape.disk_bytes)
-        for name in (RAM, STATE, CONSOLE):
+        for name in (RAM, STATE):
             (directory / name).touch(mode=0o600)
-        for name in ("initramfs", DISK, RAM, STATE, CONSOLE):
+        for name in ("initramfs", DISK, RAM, STATE):
             os.chown(directory / name, uid, uid)
         directory.chmod(0o711)
 

@@ -177,8 +177,8 @@ def console_ring() -> list[str]:
     return ["-chardev", f"ringbuf,id=console,size={_CONSOLE_BYTES}"]
 
 
-def console_file(path: str) -> list[str]:
-    """While no code of a user runs."""
+def console_at(path: str) -> list[str]:
+    """A FIFO that is read, while a template boots."""
     return ["-chardev", f"file,id=console,path={path}"]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from dsec.backends.vm import machine
+from dsec.backends.vm.console import BootConsole
 from dsec.backends.vm.monitor import Confines, MonitorProcess, jail_plan
 from dsec.backends.vm.network import resolver_file
 from dsec.backends.vm.qemu import Qemu
@@ -21,7 +22,6 @@ from dsec.core.errors import DeadlineError, DsecError, LaunchError
 from dsec.core.faults import fault_point
 from dsec.wire.jail import JailBind
 
-_CONSOLE_SHOWN: Final = 2_000
 _MIGRATED_S: Final = 60.0
 _POLL_S: Final = 0.002
 _MONITOR_S: Final = 30.0
@@ -82,7 +82,9 @@ class Runner:
         return monitor
 
     @asynccontextmanager
-    async def running(self, confines: Confines, argv: list[str], console: Path) -> AsyncIterator[Monitor]:
+    async def running(
+        self, confines: Confines, argv: list[str], console: BootConsole | None = None
+    ) -> AsyncIterator[Monitor]:
         process = self.start(confines, argv)
         try:
             monitor = await connect_monitor(process, confines.sockets, confines.uid)
@@ -93,7 +95,8 @@ class Runner:
         except (DsecError, TimeoutError) as error:
             message = error.message if isinstance(error, DsecError) else "it did not come up in time"
             said = _said(f"a template did not come up: {message}", process)
-            raise LaunchError(f"{said}{_end_of(console)}", step="template") from error
+            words = "" if console is None else console.last_words()
+            raise LaunchError(f"{said}{words}", step="template") from error
         finally:
             await asyncio.shield(process.end())
             process.forget()
@@ -141,12 +144,3 @@ async def connect_monitor(process: MonitorProcess, sockets: Path, owner: int) ->
 def _said(what: str, process: MonitorProcess) -> str:
     words = process.words()
     return f"{what}; it says: {words}" if words else what
-
-
-def _end_of(console: Path) -> str:
-    """The last words of a kernel that did not come up."""
-    try:
-        text = console.read_bytes()[-_CONSOLE_SHOWN:].decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
-    return f"; console: {text}" if text else ""
