@@ -26,6 +26,8 @@ from dsec.wire.frames import Channel
 from dsec.wire.records import ExecRequest
 
 _OF_CALLER = 0.95  # of the time that its caller waits: beside the rest of a create it is over first
+_LONGER = "its time to start was over, and not that of its probe: give it a longer timeout"
+_BY_HAND = "make it without the probe, and run that by hand: dsec exec SANDBOX …"
 _SHOWN = 60  # characters of a probe in a message
 _OUTPUT_TOLD_BYTES = 2_000  # of each channel of a main that ended: nobody can ask for it afterwards
 
@@ -104,9 +106,7 @@ class Readiness:
             if not asking.done():
                 raise LaunchError(
                     f"the sandbox was not ready within {left_s:.3g} s: {self._last}",
-                    hint="its time to start was over, and not that of its probe: give it a longer timeout"
-                    if short
-                    else None,
+                    hint=_LONGER if short else _BY_HAND,
                     step="ready",
                     sandbox=sandbox,
                     detail=_output_of(self._main),

@@ -78,12 +78,14 @@ async def followed(
     if not story.heard:
         yield
         return
-    watching = asyncio.create_task(_Watch(client, name, members, story).run(), name=f"start of group {name}")
+    watch = _Watch(client, name, members, story)
+    watching = asyncio.create_task(watch.run(), name=f"start of group {name}")
     try:
         yield
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
+    await watch.look()  # what has come since
 
 
 class _Watch:
@@ -96,12 +98,15 @@ class _Watch:
 
     async def run(self) -> None:
         while True:
-            with contextlib.suppress(DsecError):
-                for sandbox in await self._client.list(job=self._name, max_items=2 * len(self._members)):
-                    await self._see(sandbox.info)
+            await self.look()
             if self._story.silent_s() >= _SILENT_S:
                 await self._story.tell("waiting", None, self._waited_for())
             await asyncio.sleep(_LOOK_S)
+
+    async def look(self) -> None:
+        with contextlib.suppress(DsecError):
+            for sandbox in await self._client.list(job=self._name, max_items=2 * len(self._members)):
+                await self._see(sandbox.info)
 
     async def _see(self, info: Sandbox) -> None:
         member = info.member

@@ -58,7 +58,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     disk_bytes: int | None = None
 
 
-class Denied(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Denied(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that a sandbox asked for and may not reach."""
 
     host: str  # the name that was asked for, or the address
