@@ -60,7 +60,7 @@ pub struct Agent {
     pub ready: BTreeSet<u32>,
     pub execs: Execs,
     pub starts: StartGuard,
-    /// A spare that tries itself out once it has been greeted: then there is time.
+    /// A spare, or one that is asked to, tries itself out once it has been greeted: then there is time.
     is_untried: bool,
     /// A command has been started in this turn.
     pub has_started: bool,
@@ -98,7 +98,7 @@ impl Agent {
             .map_err(AgentError::at("waiting for connections"))?;
         let boot_id = new_boot_id();
         // What a machine has in its memory when it is cloned is shared, or loaded: no trial of each.
-        let is_untried = setup.config.spare && !has_machine;
+        let is_untried = (setup.config.spare || setup.config.tries_out) && !has_machine;
         Ok(Self {
             config: setup.config,
             own: setup.own,

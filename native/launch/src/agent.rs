@@ -57,7 +57,10 @@ pub fn sha256_hex(bytes: &[u8]) -> String {
 /// What the agent of this plan is told, encoded. `filter_exec` is the compiled filter of its commands.
 pub fn config(plan: &LaunchPlan, filter_exec: Vec<u8>) -> Result<Vec<u8>> {
     let config = AgentConfig {
-        sandbox: plan.sandbox.clone(),
+        sandbox: match plan.named.is_empty() {
+            true => plan.sandbox.clone(),
+            false => plan.named.clone(),
+        },
         env: plan.env.clone(),
         user: plan.user.clone(),
         workdir: plan.workdir.as_ref().map(|path| path.to_vec()),
@@ -66,6 +69,7 @@ pub fn config(plan: &LaunchPlan, filter_exec: Vec<u8>) -> Result<Vec<u8>> {
         no_new_privs: plan.no_new_privs,
         nofile: plan.nofile,
         spare: plan.spare,
+        tries_out: plan.tries_out,
         light: plan.light.then(|| light::left_out(plan)),
     };
     crate::wire::encode(&config)

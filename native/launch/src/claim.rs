@@ -1,10 +1,11 @@
 //! A spare becomes somebody's sandbox: what differs from one to the next is put in place. Nothing has run in it yet.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use crate::error::{Doing, Error, Result};
 use crate::process;
+use crate::steps::cgroups;
 use crate::steps::check::{check_hostname, check_name, check_path};
 use crate::system::{c_text, System};
 use crate::wire::ClaimArgs;
@@ -19,12 +20,11 @@ pub fn claim(system: &dyn System, own_names: &OwnedFd, args: &ClaimArgs) -> Resu
     if process::find(args.pid, args.start_ticks).is_none() {
         return Err(Error::Vanished);
     }
-    for (path, value) in &args.cgroup_files {
-        let path = Path::new(path);
-        system
-            .write_file(path, value.as_bytes())
-            .doing_to("write to", path)?;
-    }
+    let limits = args.cgroup_files.iter();
+    let limits: Vec<_> = limits
+        .map(|(path, value)| (path.into(), value.as_str()))
+        .collect();
+    cgroups::replace(system, &limits)?;
     rename(system, own_names, &process, &args.hostname)?;
     for file in &args.etc_files {
         let path = c_text(&file.path).doing("name", &file.path)?;

@@ -1,5 +1,6 @@
 //! The daemon: one thread that serves nodes, starts workers and reaps agents.
 
+mod preparing;
 mod tasks;
 mod views;
 
@@ -99,6 +100,7 @@ impl<'a> Daemon<'a> {
             }
             self.connections.accept_all(self.setting.listener.as_fd());
             self.serve_requests()?;
+            self.let_go_of_prepared();
             self.give_views()?;
             self.start_workers()?;
             self.connections.flush();
@@ -256,6 +258,8 @@ impl<'a> Daemon<'a> {
                     .retain(|worker| worker.task.sandbox() != plan.sandbox);
                 self.enqueue(Task::CleanUp(clean_up(&plan), failure), origin)
             }
+            // Nobody waits: a launch of it that comes now is carried out as any other.
+            (Task::Prepare(plan), report) => self.not_prepared(&plan, report),
             (Task::CleanUp(_, failure), _) => self.fail(origin, &failure),
             (Task::Empty(trash), report) => {
                 // Nobody waits. What resists is tried again with the next that comes there.
@@ -366,10 +370,13 @@ impl<'a> Daemon<'a> {
             "layer_mount" => self.layer_mount(origin, message),
             "layer_unmount" => self.layer_unmount(origin, message),
             "launch" => {
-                wire::decode_args(message).and_then(|plan| self.enqueue(Task::Launch(plan), origin))
+                wire::decode_args(message).and_then(|plan| self.launch(plan, message, origin))
             }
-            "destroy" => wire::decode_args(message)
-                .and_then(|args| self.enqueue(Task::Destroy(args), origin)),
+            "prepare" => wire::decode_args(message).and_then(|plan| self.prepare(plan, origin)),
+            "destroy" => wire::decode_args(message).and_then(|args: DestroyArgs| {
+                self.let_go_of(&args.sandbox);
+                self.enqueue(Task::Destroy(args), origin)
+            }),
             "claim" => self.claim(origin, message),
             "tidy" => self.tidy(origin, message),
             "view" => self.view(origin, message),
@@ -384,7 +391,7 @@ impl<'a> Daemon<'a> {
             }),
         };
         let step = match op.as_str() {
-            "launch" | "destroy" => "check",
+            "launch" | "prepare" | "destroy" => "check",
             "hello" => "version",
             op => op,
         };
@@ -407,6 +414,7 @@ impl<'a> Daemon<'a> {
             no_live_view: self.setting.views.lxcfs().missing(),
             light: true,
             keeps_cgroups: true,
+            prepares: true,
         };
         self.succeed(origin, answer)
     }
@@ -524,7 +532,7 @@ impl<'a> Daemon<'a> {
 }
 
 /// What removes all that a launch may have made. The state directory stays: what was in it before is not known any more.
-fn clean_up(plan: &LaunchPlan) -> DestroyArgs {
+pub(super) fn clean_up(plan: &LaunchPlan) -> DestroyArgs {
     DestroyArgs {
         sandbox: plan.sandbox.clone(),
         directory: Some(plan.directory.clone()),

@@ -78,6 +78,8 @@ pub fn plan() -> LaunchPlan {
         workdir: None,
         nofile: None,
         spare: false,
+        named: String::new(),
+        tries_out: false,
         light: false,
         view: Some(ResourceView {
             cpus: 1,
@@ -155,6 +157,13 @@ impl Parts {
         parts
     }
 
+    /// The same, on a disk that all share, for which a sandbox can be prepared.
+    pub fn plain() -> Parts {
+        let mut parts = Parts::new();
+        parts.plan.upper_tmpfs_bytes = None;
+        parts
+    }
+
     /// The same, of a light sandbox.
     pub fn light() -> Parts {
         let mut parts = Parts::new();
@@ -179,7 +188,7 @@ impl Parts {
             view: Shown {
                 sources: vec![Source {
                     path: "/layers/.views/meminfo".into(),
-                    target: c"/proc/meminfo",
+                    target: c"/proc/meminfo".into(),
                 }],
                 kind: ViewKind::Static,
                 server: None,
@@ -199,6 +208,10 @@ pub struct Fake {
     fail_at: Option<usize>,
     calls: Cell<usize>,
     on_host: Cell<bool>,
+    /// What the next message is; empty when the other end has gone.
+    pub order: Vec<u8>,
+    /// The new process has ended, so that no order is waited for.
+    pub child_has_ended: bool,
 }
 
 impl Fake {
@@ -210,6 +223,16 @@ impl Fake {
             fail_at,
             calls: Cell::new(0),
             on_host: Cell::new(true),
+            order: Vec::new(),
+            child_has_ended: false,
+        }
+    }
+
+    /// One by which an order comes.
+    pub fn with_order(order: Vec<u8>, fail_at: Option<usize>) -> Fake {
+        Fake {
+            order,
+            ..Fake::new(fail_at)
         }
     }
 
@@ -340,6 +363,16 @@ impl System for Fake {
     fn pipe(&self) -> io::Result<(OwnedFd, OwnedFd)> {
         self.note("pipe".into()).map(|()| (null(), null()))
     }
+    fn pair(&self) -> io::Result<(OwnedFd, OwnedFd)> {
+        self.note("pair".into()).map(|()| (null(), null()))
+    }
+    fn pass(&self, _: BorrowedFd, _: &[u8], files: &[BorrowedFd]) -> io::Result<()> {
+        self.note(format!("pass {}", files.len()))
+    }
+    fn take(&self, _: BorrowedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+        self.note("take".into())?;
+        Ok((self.order.clone(), vec![null()]))
+    }
     fn write(&self, _: BorrowedFd, bytes: &[u8]) -> io::Result<()> {
         self.note(format!("write {}", String::from_utf8_lossy(bytes)))
     }
@@ -439,6 +472,10 @@ impl System for Fake {
     }
     fn wait_readable(&self, _: BorrowedFd, _: Duration) -> io::Result<()> {
         self.note("wait_readable".into())
+    }
+    fn wait_either(&self, _: BorrowedFd, _: BorrowedFd) -> io::Result<bool> {
+        self.note("wait_either".into())
+            .map(|()| !self.child_has_ended)
     }
     fn wait_changed(&self, _: BorrowedFd, _: Duration) -> io::Result<()> {
         self.note("wait_changed".into())

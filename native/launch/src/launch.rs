@@ -15,7 +15,7 @@ use crate::steps::volumes::{self, Volume};
 use crate::steps::{root, state, view, Clock, Job, Step};
 use crate::system::System;
 use crate::undo::{Made, Undo};
-use crate::wire::{LaunchFailure, Launched};
+use crate::wire::{LaunchFailure, LaunchPlan, Launched};
 
 /// How long a new process may take for its own steps. Far more than it ever needs: this only ends a hang.
 const INSIDE_MAX: Duration = Duration::from_secs(30);
@@ -26,7 +26,23 @@ pub fn launch(system: &dyn System, job: &Job) -> std::result::Result<Launched, L
     let began = Instant::now();
     let mut clock = Clock::start(job.fail_step.clone());
     let mut undo = Undo::default();
-    match carry_out(system, job, &mut clock, &mut undo) {
+    let launched = begin(system, job, false, &mut clock, &mut undo).and_then(|(begun, copies)| {
+        let copies = copies.ok_or_else(|| Error::Invalid("no mounts were copied".into()))?;
+        finish(system, job, &mut clock, begun, copies)
+    });
+    conclude(system, job, launched, &clock, undo, began)
+}
+
+/// What was launched stays; of what could not be, nothing does.
+pub fn conclude(
+    system: &dyn System,
+    job: &Job,
+    launched: Result<Launched>,
+    clock: &Clock,
+    mut undo: Undo,
+    began: Instant,
+) -> std::result::Result<Launched, LaunchFailure> {
+    match launched {
         Ok(mut launched) => {
             undo.keep();
             launched
@@ -46,7 +62,7 @@ pub fn launch(system: &dyn System, job: &Job) -> std::result::Result<Launched, L
 }
 
 /// Takes everything back from where and as who it was made.
-fn roll_back(system: &dyn System, job: &Job, undo: &mut Undo) -> Vec<String> {
+pub fn roll_back(system: &dyn System, job: &Job, undo: &mut Undo) -> Vec<String> {
     let mut left = Vec::new();
     let back = system
         .act_as(0)
@@ -56,12 +72,28 @@ fn roll_back(system: &dyn System, job: &Job, undo: &mut Undo) -> Vec<String> {
     left
 }
 
-fn carry_out(
+/// A sandbox of which all is there that does not depend on what is to run in it.
+pub struct Begun {
+    pub cgroups: Cgroups,
+    pub child: Child,
+    /// The directory with `upper` and `work`.
+    pub holder: PathBuf,
+    /// The mount namespace of this launch.
+    own: OwnedFd,
+    users: OwnedFd,
+    scratch: OwnedFd,
+    proc: OwnedFd,
+}
+
+/// Makes what is the same whatever will run in it. `ahead`: what that is will be told later; else copies of its mounts are
+/// taken, too.
+pub fn begin<'a>(
     system: &dyn System,
-    job: &Job,
+    job: &Job<'a>,
+    ahead: bool,
     clock: &mut Clock,
     undo: &mut Undo,
-) -> Result<Launched> {
+) -> Result<(Begun, Option<Copies<'a>>)> {
     let plan = job.plan;
     clock.begin(Step::Check)?;
     check(plan)?;
@@ -71,17 +103,49 @@ fn carry_out(
     let socket = state::listen(system, plan, undo)?;
 
     clock.begin(Step::Clone)?;
-    let covers = view::collect(system, &job.view.sources)?;
+    let covers = match ahead {
+        true => Vec::new(),
+        false => view::collect(system, &job.view.sources)?,
+    };
     let own = leave_host(system, job)?;
     clock.begin(Step::CgroupsV1)?;
     let given = Given {
+        ahead,
         cgroups: &cgroups,
         socket: &socket,
         covers: &covers,
     };
-    let (mut child, materials) = clone(system, job, clock, &given, &own, undo)?;
+    let (mut child, (holder, copies)) = clone(system, job, clock, &given, &own, undo)?;
     drop((socket, covers));
-    let built = build(system, job, clock, &cgroups, materials, &child);
+    match surround(system, job, clock, &cgroups, &child) {
+        Ok((users, scratch, proc)) => {
+            let begun = Begun {
+                cgroups,
+                child,
+                holder,
+                own,
+                users,
+                scratch,
+                proc,
+            };
+            Ok((begun, copies))
+        }
+        Err(error) => Err(own_failure(system, &mut child).unwrap_or(error)),
+    }
+}
+
+/// Makes the rest, and the agent of the new process.
+pub fn finish(
+    system: &dyn System,
+    job: &Job,
+    clock: &mut Clock,
+    begun: Begun,
+    copies: Copies,
+) -> Result<Launched> {
+    let built = build(system, job, clock, &begun, copies);
+    let Begun {
+        cgroups, mut child, ..
+    } = begun;
     // A process that has failed on its own says why better than we, who only see that it no longer listens.
     let said = match built {
         Ok(()) => {
@@ -145,53 +209,77 @@ fn leave_host(system: &dyn System, job: &Job) -> Result<OwnedFd> {
     Ok(own)
 }
 
-/// What the tree is made of.
-struct Materials<'a> {
-    parts: root::Parts,
-    volumes: Vec<Volume<'a>>,
-}
-
 /// Back on the host for a moment, and as its root.
-fn collect<'a>(
+fn on_host<T>(
     system: &dyn System,
-    job: &Job<'a>,
-    clock: &mut Clock,
+    job: &Job,
     own: &OwnedFd,
-    undo: &mut Undo,
-) -> Result<Materials<'a>> {
-    clock.begin(Step::Directories)?;
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
     system.act_as(0).doing("act as", "root")?;
     system
         .enter_mounts(job.host_mounts.as_fd())
         .doing("enter", "the host's mount namespace")?;
-    let holder = state::make(system, job.plan, undo)?;
-    clock.begin(Step::Clone)?;
-    let parts = root::collect(system, job, &holder)?;
-    let volumes = volumes::collect(system, job)?;
+    let result = work()?;
     system
         .enter_mounts(own.as_fd())
         .doing("enter", "the launch's mount namespace")?;
     system
         .act_as(job.plan.id_base)
         .doing("act as", job.plan.id_base)?;
-    clock.begin(Step::CgroupsV1)?;
-    Ok(Materials { parts, volumes })
+    Ok(result)
+}
+
+/// Copies of the mounts that the tree is made of.
+pub struct Copies<'a> {
+    parts: root::Parts,
+    volumes: Vec<Volume<'a>>,
+}
+
+impl<'a> Copies<'a> {
+    fn take(system: &dyn System, job: &Job<'a>, holder: &Path) -> Result<Copies<'a>> {
+        Ok(Copies {
+            parts: root::collect(system, job, holder)?,
+            volumes: volumes::collect(system, job)?,
+        })
+    }
+}
+
+/// What was left out when it was begun: limits as `job` has them, and copies of what covers the kernel's files and of mounts.
+pub fn catch_up<'a>(
+    system: &dyn System,
+    job: &Job<'a>,
+    before: &LaunchPlan,
+    begun: &Begun,
+    clock: &mut Clock,
+) -> Result<(Vec<view::Cover>, Copies<'a>)> {
+    on_host(system, job, &begun.own, || {
+        clock.begin(Step::Cgroups)?;
+        cgroups::set_again(system, job.plan, before)?;
+        clock.begin(Step::Clone)?;
+        let covers = view::collect(system, &job.view.sources)?;
+        Ok((covers, Copies::take(system, job, &begun.holder)?))
+    })
 }
 
 /// The new process, as seen from here.
-struct Child {
+pub struct Child {
     pid: i32,
     process: OwnedFd,
-    go: OwnedFd,
-    report: OwnedFd,
+    pub go: OwnedFd,
+    pub report: OwnedFd,
 }
 
 /// What the new process inherits, besides its pipes: nothing else of the sandbox's that is open by then, or it would keep it.
 struct Given<'a> {
+    ahead: bool,
     cgroups: &'a Cgroups,
     socket: &'a OwnedFd,
     covers: &'a [view::Cover],
 }
+
+/// The directory with `upper` and `work`, and unless it is made ahead, copies of mounts.
+type Found<'a> = (PathBuf, Option<Copies<'a>>);
 
 /// While it comes to be, what its tree is made of is collected.
 fn clone<'a>(
@@ -201,9 +289,13 @@ fn clone<'a>(
     given: &Given,
     own: &OwnedFd,
     undo: &mut Undo,
-) -> Result<(Child, Materials<'a>)> {
+) -> Result<(Child, Found<'a>)> {
     let cgroups = given.cgroups;
-    let (go_read, go_write) = system.pipe().doing("make", "a pipe")?;
+    let (go_read, go_write) = match given.ahead {
+        true => system.pair(), // the rest of the job, with files, comes by it
+        false => system.pipe(),
+    }
+    .doing("make", "a pipe")?;
     let (report_read, report_write) = system.pipe().doing("make", "a pipe")?;
     let tasks: Vec<_> = cgroups.v1_tasks.iter().map(|fd| fd.as_fd()).collect();
     // Not from agent/, or what is inside would not see its own work/.
@@ -216,19 +308,29 @@ fn clone<'a>(
         cgroup: cgroups.agent.as_ref().map(|fd| fd.as_fd()),
         sibling: true, // a child of the daemon, which outlives this process
     };
-    let mut materials = None;
+    let mut found = None;
     let side = system.clone(&origin, &how, &mut || {
-        materials = Some(collect(system, job, clock, own, undo));
+        found = Some(on_host(system, job, own, || {
+            clock.begin(Step::Directories)?;
+            let holder = state::make(system, job.plan, undo)?;
+            clock.begin(Step::Clone)?;
+            let copies = match given.ahead {
+                true => None,
+                false => Some(Copies::take(system, job, &holder)?),
+            };
+            clock.begin(Step::CgroupsV1)?;
+            Ok((holder, copies))
+        }));
     });
     // What went wrong first is what is told.
-    let materials = match materials.transpose() {
+    let found = match found.transpose() {
         Err(error) => {
             if let Ok(Side::Parent { pidfd, .. }) = side {
                 undo.add(Made::Process(pidfd));
             }
             return Err(error);
         }
-        Ok(materials) => materials,
+        Ok(found) => found,
     };
     match side.doing("clone", "the new process")? {
         Side::Child => {
@@ -238,8 +340,9 @@ fn clone<'a>(
                 system,
                 Inside {
                     job,
-                    go: go_read,
-                    report: report_write,
+                    ahead: given.ahead,
+                    go: &go_read,
+                    report: &report_write,
                     socket: given.socket,
                     cgroup,
                     view: given.covers,
@@ -256,21 +359,20 @@ fn clone<'a>(
                 report: report_read,
             };
             let missing = || Error::Invalid("nothing was collected".into());
-            Ok((child, materials.ok_or_else(missing)?))
+            Ok((child, found.ok_or_else(missing)?))
         }
     }
 }
 
-/// What is done from outside while the new process makes its namespaces: its ids first, then its tree.
-fn build(
+/// What is done from outside while the new process makes its namespaces: its ids first, then what its tree has of the kernel.
+/// Gives its user namespace, the file system of `/dev` and `/etc`, and `/proc`.
+fn surround(
     system: &dyn System,
     job: &Job,
     clock: &mut Clock,
     cgroups: &Cgroups,
-    materials: Materials,
     child: &Child,
-) -> Result<()> {
-    let Materials { parts, volumes } = materials;
+) -> Result<(OwnedFd, OwnedFd, OwnedFd)> {
     clock.begin(Step::Maps)?;
     let map = format!("0 {} {IDS_PER_SANDBOX}", job.plan.id_base);
     for name in ["uid_map", "gid_map"] {
@@ -291,24 +393,39 @@ fn build(
     system
         .act_as(job.plan.id_base)
         .doing("act as", job.plan.id_base)?;
+    clock.begin(Step::Binds)?;
+    let scratch = root::scratch(system, job.plan)?;
+    clock.begin(Step::Proc)?;
+    let proc = root::proc(system, child.process.as_fd())?;
+    clock.begin(Step::Masks)?;
+    root::masks(system, job.plan, &proc)?;
+    Ok((users, scratch, proc))
+}
+
+/// The tree, while the new process gets ready to enter it.
+fn build(
+    system: &dyn System,
+    job: &Job,
+    clock: &mut Clock,
+    begun: &Begun,
+    copies: Copies,
+) -> Result<()> {
+    let Copies { parts, volumes } = copies;
     clock.begin(Step::Overlay)?;
-    let tree = root::overlay(system, &parts, &users, job.layers_by_name)?;
+    let tree = root::overlay(system, &parts, &begun.users, job.layers_by_name)?;
     if !volumes.is_empty() {
         clock.begin(Step::Volumes)?;
-        volumes::attach(system, &volumes, &users, &tree)?;
+        volumes::attach(system, &volumes, &begun.users, &tree)?;
         drop(volumes);
     }
     clock.begin(Step::Binds)?;
-    root::scratch(system, job.plan, &tree)?;
+    root::devices(system, job.plan, &begun.scratch, &tree)?;
+    root::attach_inside(system, &tree, &begun.proc, Path::new("/proc"))?;
     root::binds(system, job.plan, &tree)?;
     clock.begin(Step::Etc)?;
-    root::etc(system, job.plan, &tree)?;
-    clock.begin(Step::Proc)?;
-    let proc = root::proc(system, &tree, child.process.as_fd())?;
-    clock.begin(Step::Masks)?;
-    root::masks(system, job.plan, &proc)?;
+    root::etc(system, job.plan, &begun.scratch, &tree)?;
     system
-        .write(child.go.as_fd(), b"r")
+        .write(begun.child.go.as_fd(), b"r")
         .doing("start", "the new process")?;
     // They go when this process ends, which nobody waits for.
     std::mem::forget(parts);
@@ -355,231 +472,4 @@ fn running(system: &dyn System, child: &Child) -> Result<ProcessStat> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::fake::{Fake, Parts};
-
-    #[test]
-    fn what_later_steps_need_comes_first() {
-        let (parts, system) = (Parts::new(), Fake::new(None));
-
-        let launched = launch(&system, &parts.job(None)).unwrap();
-
-        assert_eq!(
-            (launched.pid, launched.start_ticks, launched.cgroup_id),
-            (4242, 777, 7)
-        );
-        let order = [
-            "make_dir /cg2/s",
-            "write_file /cg2/s/pids.max",
-            "write_file /cg1/cpuset/s/cpuset.",
-            "write_file /cg1/cpuset/s/a",
-            "listen",
-            "enter_mounts",
-            "act_as 1879048192",
-            "clone",
-            "make_dir /state/s ",
-            "attach_at \"/state/s/disk\"",
-            "make_dir /state/s/disk/upper",
-            "clone_mount \"/layers/base\"",
-            "cloned",
-            "write_file /proc/4242/uid_map 0 1879048192 65536",
-            "open_namespace /proc/4242/ns/user",
-            "write m",
-            "map_ids",
-            "make_mount \"overlay\" 0x4",
-            "attach_at \"/root\"",
-            "resolve \"/data\"",
-            "resolve \"/data/in\"",
-            "resolve \"/usr\"",
-            "resolve \"/usr/bin\"",
-            "resolve \"/usr/bin/tool\"",
-            "resolve \"/etc/hosts\"",
-            "make_proc 0xe",
-            "bind \"/empty/directory\" \"kcore\"",
-            "write r",
-            "read_file /proc/4242/stat",
-        ];
-        let places: Vec<usize> = order
-            .iter()
-            .map(|call| match *call {
-                "clone" => system
-                    .log
-                    .borrow()
-                    .iter()
-                    .position(|entry| entry == "clone")
-                    .unwrap(),
-                call => system.place(call),
-            })
-            .collect();
-        assert!(
-            places.windows(2).all(|pair| pair[0] < pair[1]),
-            "{places:?} {:#?}",
-            system.log.borrow()
-        );
-        assert!(
-            system.place("write_file /cg1/cpuset/s/a")
-                > system.place("write_file /cg1/cpuset/s/cpuset.mems")
-        );
-    }
-
-    #[test]
-    fn a_kept_cgroup_is_taken_as_it_is() {
-        let (parts, system) = (Parts::with_kept_cgroup(), Fake::new(None));
-
-        launch(&system, &parts.job(None)).unwrap();
-
-        let (renamed, joined) = (
-            system.place("rename /cg1/cpuset/kept"),
-            system.place("open /cg1/cpuset/s/tasks"),
-        );
-        assert!(renamed < joined);
-        let log = system.log.borrow();
-        let touched = |call: &str| log.iter().any(|entry| entry.starts_with(call));
-        assert!(!touched("make_dir /cg1/cpuset") && !touched("write_file /cg1/cpuset"));
-        assert!(touched("make_dir /cg1/memory/s"));
-    }
-
-    #[test]
-    fn a_light_sandbox_begins_in_namespaces_that_are_nobodys() {
-        let (parts, system) = (Parts::light(), Fake::new(None));
-
-        launch(&system, &parts.job(None)).unwrap();
-
-        let (network, ipc) = (
-            system.place("enter 0x40000000"),
-            system.place("enter 0x8000000"),
-        );
-        let clone = system
-            .log
-            .borrow()
-            .iter()
-            .position(|entry| entry == "clone");
-        assert!(Some(network.max(ipc)) < clone);
-    }
-
-    #[test]
-    fn layers_by_name_are_in_sight_only_while_the_overlay_is_made() {
-        let (parts, system) = (Parts::new(), Fake::new(None));
-        let job = Job {
-            layers_by_name: true,
-            ..parts.job(None)
-        };
-
-        launch(&system, &job).unwrap();
-
-        let order = [
-            "act_as 1879048192",
-            "attach_at \"/scratch\"",
-            "make_mount \"overlay\"",
-            "detach_at /scratch",
-            "attach_at \"/root\"",
-        ];
-        let places: Vec<usize> = order.iter().map(|call| system.place(call)).collect();
-        assert!(
-            places.windows(2).all(|pair| pair[0] < pair[1]),
-            "{places:?} {:#?}",
-            system.log.borrow()
-        );
-    }
-
-    #[test]
-    fn no_process_is_moved_by_a_list_of_processes() {
-        let (parts, system) = (Parts::new(), Fake::new(None));
-
-        launch(&system, &parts.job(None)).unwrap();
-
-        let log = system.log.borrow();
-        let moving =
-            |entry: &&String| entry.contains("cgroup.procs") && !entry.starts_with("change_owner");
-        assert_eq!(log.iter().find(moving), None);
-        assert!(log
-            .iter()
-            .any(|entry| entry == "open /cg1/cpuset/s/tasks Write"));
-    }
-
-    #[test]
-    fn limits_are_not_given_away() {
-        let (parts, system) = (Parts::new(), Fake::new(None));
-
-        launch(&system, &parts.job(None)).unwrap();
-
-        let log = system.log.borrow();
-        let given: Vec<&String> = log
-            .iter()
-            .filter(|entry| entry.starts_with("change_owner"))
-            .collect();
-        let good = |entry: &str| {
-            let path = entry.split(' ').nth(1).unwrap();
-            let file = path.rsplit('/').next().unwrap();
-            matches!(
-                file,
-                "" | "work" | "cgroup.procs" | "cgroup.threads" | "cgroup.subtree_control"
-            )
-        };
-        assert!(
-            given.iter().all(|entry| good(entry)) && given.len() == 8,
-            "{given:?}"
-        );
-    }
-
-    #[test]
-    fn a_launch_that_fails_at_any_call_leaves_nothing() {
-        for layers_by_name in [false, true] {
-            fails_at_every_call(Parts::new(), layers_by_name);
-        }
-        fails_at_every_call(Parts::light(), false);
-        fails_at_every_call(Parts::with_kept_cgroup(), false);
-    }
-
-    fn fails_at_every_call(parts: Parts, layers_by_name: bool) {
-        let mut number = 0;
-        loop {
-            let system = Fake::new(Some(number));
-            let job = Job {
-                layers_by_name,
-                ..parts.job(None)
-            };
-            let result = launch(&system, &job);
-            if !system.has_failed() {
-                assert!(result.is_ok());
-                break;
-            }
-            let failure = result.unwrap_err();
-            assert_eq!(
-                failure.errno.as_deref(),
-                Some("EIO"),
-                "call {number}: {failure:?}"
-            );
-            let left = system.things.borrow();
-            assert!(
-                left.is_empty(),
-                "call {number} leaves {left:?} of {:#?}",
-                system.log.borrow()
-            );
-            number += 1;
-        }
-        assert!(number > 80, "only {number} calls");
-    }
-
-    #[test]
-    fn the_failing_step_is_named() {
-        let outside =
-            "check cgroups directories socket clone cgroups_v1 maps overlay volumes binds etc proc masks agent";
-        for name in outside.split(' ') {
-            let (parts, system) = (Parts::new(), Fake::new(None));
-
-            let failure = launch(&system, &parts.job(Some(name))).unwrap_err();
-
-            assert_eq!(
-                (failure.step.as_str(), failure.errno.as_deref()),
-                (name, Some("EIO"))
-            );
-            assert!(
-                system.things.borrow().is_empty(),
-                "{name} leaves {:?}",
-                system.things.borrow()
-            );
-        }
-    }
-}
+mod tests;

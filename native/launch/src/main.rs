@@ -14,6 +14,7 @@ mod filter;
 mod launch;
 mod layers;
 mod namespace;
+mod prepare;
 mod process;
 mod records;
 mod remove;

@@ -4,7 +4,7 @@
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -13,7 +13,9 @@ use dsec_sys::identity::CapabilitySets;
 use dsec_sys::namespaces::{self, Clone, Origin, Side};
 use dsec_sys::seccomp::Instruction;
 use dsec_sys::seqpacket::{Interest, Kind};
-use dsec_sys::{identity, mounts, paths, score, sealed, seccomp, seqpacket};
+use dsec_sys::{identity, mounts, passing, paths, score, sealed, seccomp, seqpacket};
+
+use crate::prepare::ORDER_BYTES_MAX;
 
 /// One option of a file system that is being made.
 pub enum MountOption<'a> {
@@ -66,6 +68,12 @@ pub trait System {
     fn listen(&self, path: &Path) -> io::Result<OwnedFd>;
     fn sealed_file(&self, content: &[u8]) -> io::Result<OwnedFd>;
     fn pipe(&self) -> io::Result<(OwnedFd, OwnedFd)>;
+    /// Two ends that keep message borders, by which files can be passed.
+    fn pair(&self) -> io::Result<(OwnedFd, OwnedFd)>;
+    /// Sends one message, and copies of `files` with it.
+    fn pass(&self, to: BorrowedFd, message: &[u8], files: &[BorrowedFd]) -> io::Result<()>;
+    /// Waits for one message, which is empty when the other end has gone.
+    fn take(&self, from: BorrowedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)>;
     fn write(&self, file: BorrowedFd, bytes: &[u8]) -> io::Result<()>;
     fn read(&self, file: BorrowedFd, bytes: &mut [u8]) -> io::Result<usize>;
     fn read_file(&self, path: &Path) -> io::Result<Vec<u8>>;
@@ -105,6 +113,8 @@ pub trait System {
     fn kill(&self, process: BorrowedFd) -> io::Result<()>;
     /// Waits until a pipe has something to say, or a process has ended; an error when it does not in time.
     fn wait_readable(&self, file: BorrowedFd, timeout: Duration) -> io::Result<()>;
+    /// Waits, however long, until one of two has something to say or has gone: true when the first has.
+    fn wait_either(&self, first: BorrowedFd, second: BorrowedFd) -> io::Result<bool>;
 
     /// Waits until a file of the kernel says that it has changed since it was read, or the time is over.
     fn wait_changed(&self, file: BorrowedFd, timeout: Duration) -> io::Result<()>;
@@ -156,6 +166,11 @@ impl Kernel {
             last_capability: 0,
             proc: None,
         }
+    }
+
+    /// What a process must not close that goes on with this.
+    pub fn descriptor(&self) -> Option<RawFd> {
+        self.proc.as_ref().map(AsRawFd::as_raw_fd)
     }
 
     /// Where a path begins, and its rest from there.
@@ -292,6 +307,24 @@ impl System for Kernel {
         seqpacket::pipe()
     }
 
+    fn pair(&self) -> io::Result<(OwnedFd, OwnedFd)> {
+        passing::message_pair()
+    }
+
+    fn pass(&self, to: BorrowedFd, message: &[u8], files: &[BorrowedFd]) -> io::Result<()> {
+        match passing::send_with(&to, message, files)? == message.len() {
+            true => Ok(()),
+            false => Err(io::ErrorKind::WriteZero.into()),
+        }
+    }
+
+    fn take(&self, from: BorrowedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+        let mut message = vec![0; ORDER_BYTES_MAX];
+        let (length, files) = passing::receive_all(&from, &mut message)?;
+        message.truncate(length);
+        Ok((message, files))
+    }
+
     fn write(&self, file: BorrowedFd, bytes: &[u8]) -> io::Result<()> {
         paths::write_once(file, bytes)
     }
@@ -420,6 +453,16 @@ impl System for Kernel {
         match seqpacket::wait_ready(&[(file, Interest::Readable)], Some(timeout))?[0] {
             true => Ok(()),
             false => Err(io::Error::from_raw_os_error(libc::ETIMEDOUT)),
+        }
+    }
+
+    fn wait_either(&self, first: BorrowedFd, second: BorrowedFd) -> io::Result<bool> {
+        let both = [(first, Interest::Readable), (second, Interest::Readable)];
+        loop {
+            match seqpacket::wait_ready(&both, None) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                other => return other.map(|ready| ready[0]),
+            }
         }
     }
 

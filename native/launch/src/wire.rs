@@ -53,6 +53,8 @@ pub struct HelloAnswer<'a> {
     pub light: bool,
     /// Cgroups of version 1 can be kept, and taken again.
     pub keeps_cgroups: bool,
+    /// Sandboxes can be prepared.
+    pub prepares: bool,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -260,6 +262,10 @@ pub struct LaunchPlan {
     pub nofile: Option<u64>,
     #[serde(default)]
     pub spare: bool,
+    #[serde(default)]
+    pub named: String,
+    #[serde(default)]
+    pub tries_out: bool,
     #[serde(default)]
     pub light: bool,
     #[serde(default)]

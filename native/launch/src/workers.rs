@@ -1,7 +1,7 @@
 //! Launches and destructions in progress: a forked process for each, so that none keeps the daemon from serving the others.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
 use dsec_sys::namespaces::{clone, exit_now, give_way, Clone, Side};
@@ -23,6 +23,8 @@ const REPORT_BYTES_MAX: usize = 4096;
 /// Something asked for that takes a while.
 pub enum Task {
     Launch(Box<LaunchPlan>),
+    /// What can be made of it ahead. Nobody waits for this one, which waits for a launch of the same sandbox.
+    Prepare(Box<LaunchPlan>),
     Destroy(DestroyArgs),
     /// A worker died in the middle: what its launch had made is removed, then the failure is told.
     CleanUp(DestroyArgs, LaunchFailure),
@@ -38,7 +40,7 @@ const OF_NOBODY: &str = ".trash";
 impl Task {
     pub fn sandbox(&self) -> &str {
         match self {
-            Task::Launch(plan) => &plan.sandbox,
+            Task::Launch(plan) | Task::Prepare(plan) => &plan.sandbox,
             Task::Destroy(args) | Task::CleanUp(args, _) => &args.sandbox,
             Task::Empty(_) => OF_NOBODY,
             Task::View(given) => &given.sandbox,
@@ -46,7 +48,7 @@ impl Task {
     }
 
     fn is_awaited(&self) -> bool {
-        !matches!(self, Task::Empty(_))
+        !matches!(self, Task::Empty(_) | Task::Prepare(_))
     }
 }
 
@@ -92,8 +94,24 @@ pub struct Report {
     pub trash: Option<PathBuf>,
 }
 
+impl From<std::result::Result<Launched, LaunchFailure>> for Report {
+    fn from(result: std::result::Result<Launched, LaunchFailure>) -> Report {
+        let (launched, failure) = match result {
+            Ok(launched) => (Some(launched), None),
+            Err(failure) => (None, Some(failure)),
+        };
+        Report {
+            launched,
+            failure,
+            trash: None,
+        }
+    }
+}
+
 pub struct Worker {
     pub pid: i32,
+    /// By which one that makes a sandbox ahead is told what becomes of it.
+    pub channel: Option<OwnedFd>,
     /// The lxcfs that the launch's live view comes from.
     pub view_server: Option<i32>,
     pub result: OwnedFd,
@@ -167,6 +185,27 @@ impl Workers {
             .any(|(task, _)| matches!(task, Task::Empty(path) if path == trash))
     }
 
+    /// Of the worker that was started last.
+    pub fn note_channel(&mut self, channel: OwnedFd) {
+        if let Some(worker) = self.running.last_mut() {
+            worker.channel = Some(channel);
+        }
+    }
+
+    /// Where in `running` the worker is that has made this sandbox ahead.
+    pub fn prepared(&self, sandbox: &str) -> Option<usize> {
+        self.running.iter().position(
+            |worker| matches!(&worker.task, Task::Prepare(plan) if plan.sandbox == sandbox),
+        )
+    }
+
+    /// True while something goes on with this sandbox, or is about to.
+    pub fn are_at(&self, sandbox: &str) -> bool {
+        let running = self.running.iter().map(|worker| &worker.task);
+        let mut tasks = running.chain(self.waiting.iter().map(|(task, _)| task));
+        tasks.any(|task| task.sandbox() == sandbox)
+    }
+
     /// Of the launch that was started last.
     pub fn note_view(&mut self, server: Option<i32>) {
         if let Some(worker) = self.running.last_mut() {
@@ -197,12 +236,13 @@ impl Workers {
     }
 
     /// Forks a process that does `work` and reports. Only the parent returns. `lock` stays with the parent: a daemon that is
-    /// started after its death must not be kept out by a worker that goes on.
+    /// started after its death must not be kept out by a worker that goes on. Of what nobody waits for, only `keep` stays open.
     pub fn start(
         &mut self,
         task: Task,
         origin: Origin,
         lock: &OwnedFd,
+        keep: &[RawFd],
         work: impl FnOnce(&Task) -> Report,
     ) -> Result<()> {
         let (result, report_to) = pipe().doing("make", "a pipe")?;
@@ -211,10 +251,13 @@ impl Workers {
                 drop(result);
                 close_copy(lock.as_fd());
                 if !task.is_awaited() {
-                    give_way();
+                    if matches!(task, Task::Empty(_)) {
+                        give_way();
+                    }
                     // It may outlive the daemon by far: nodes must see that the daemon has gone, and the next one must not
                     // find its places taken.
-                    if close_all_but(report_to.as_raw_fd()).is_err() {
+                    let needed = [keep, &[report_to.as_raw_fd()]].concat();
+                    if close_all_but(&needed).is_err() {
                         exit_now(1);
                     }
                 }
@@ -226,6 +269,7 @@ impl Workers {
             Side::Parent { pid, .. } => {
                 self.running.push(Worker {
                     pid,
+                    channel: None,
                     view_server: None,
                     result,
                     task,

@@ -121,7 +121,7 @@ pub fn watch_over(
 /// What a keeper does.
 pub fn run(place: &Place, cache: &Path, words: &[String]) -> Result<()> {
     // Above all the lock, which is our supervisor's and its worker's.
-    dsec_sys::process::close_all_but(2).doing("closing what others have open")?;
+    dsec_sys::process::close_all_but(&[]).doing("closing what others have open")?;
     let signals = signal_descriptor(&[libc::SIGTERM, libc::SIGHUP, libc::SIGCHLD, libc::SIGINT])
         .doing("blocking signals")?;
     let Some(mine) = try_lock_file(&place.keep())? else {

@@ -82,14 +82,7 @@ pub fn fork_helper(keep: &[RawFd], work: impl FnOnce() -> i32) -> io::Result<i32
 }
 
 fn prepare_helper(keep: &[RawFd]) -> io::Result<()> {
-    let mut keep: Vec<RawFd> = keep.iter().copied().filter(|fd| *fd > 2).collect();
-    keep.sort_unstable();
-    let mut from = 3;
-    for fd in keep {
-        close_range(from, fd - 1)?;
-        from = fd + 1;
-    }
-    close_range(from, i32::MAX)?;
+    close_all_but(keep)?;
     // SAFETY: an emptied set is a valid mask.
     unsafe {
         let mut none: libc::sigset_t = std::mem::zeroed();
@@ -105,9 +98,15 @@ fn prepare_helper(keep: &[RawFd]) -> io::Result<()> {
 }
 
 /// Closes a forked process's copies of all descriptors but `keep` and the standard ones, whose records it will never drop.
-pub fn close_all_but(keep: RawFd) -> io::Result<()> {
-    close_range(3, keep - 1)?;
-    close_range(keep.max(2) + 1, i32::MAX)
+pub fn close_all_but(keep: &[RawFd]) -> io::Result<()> {
+    let mut keep: Vec<RawFd> = keep.iter().copied().filter(|fd| *fd > 2).collect();
+    keep.sort_unstable();
+    let mut from = 3;
+    for fd in keep {
+        close_range(from, fd - 1)?;
+        from = fd + 1;
+    }
+    close_range(from, i32::MAX)
 }
 
 fn close_range(first: RawFd, last: RawFd) -> io::Result<()> {

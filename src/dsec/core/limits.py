@@ -71,6 +71,7 @@ LOWERS_MAX: Final = 64  # layers below one overlay; each is a descriptor in the 
 # Node
 SANDBOXES_PER_NODE_MAX: Final = 4_000  # id ranges of one host: 4,095 slots, a margin kept
 WARM_SPARES_MAX: Final = 96  # the margin of id ranges beside the sandboxes
+PREPARED_MAX: Final = 16  # containers made ahead: each is two processes that wait, and an id range
 CGROUPS_KEPT_MAX: Final = 64  # of ended sandboxes, for as many that begin soon: more than are ended at once
 WARM_SHAPES_MAX: Final = 64  # that the node keeps count of; the one that was asked for longest ago goes first
 TOMBSTONE_TTL_S: Final = 86_400.0  # a day; how long the end of a sandbox can be asked for

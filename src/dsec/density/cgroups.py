@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -278,6 +279,19 @@ def _hand_down(directory: Path, controllers: frozenset[str]) -> None:
     missing = controllers - set(file.read_text().split() if file.exists() else ())
     if missing:
         file.write_text(" ".join(f"+{controller}" for controller in sorted(missing)))
+
+
+def remove_unknown(host: CgroupHost, parent: str, known: Collection[str]) -> None:
+    """Empty cgroups of sandboxes below `parent` that are none of `known`. One in which something runs stays."""
+    for root in {*host.v1.values(), *([host.v2] if host.v2 else [])}:
+        try:
+            there = [path for path in (root / parent).iterdir() if path.is_dir() and path.name not in known]
+        except OSError:
+            continue
+        for directory in there:
+            for below in (directory / "agent", directory / "work", directory):
+                with contextlib.suppress(OSError):
+                    below.rmdir()
 
 
 def set_memory_limit(v2: str | None, v1: str | None, memory_bytes: int) -> None:

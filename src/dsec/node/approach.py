@@ -13,7 +13,7 @@ from dsec.core.errors import DsecError, SandboxFaultError
 from dsec.node.tasks import Tasks
 
 _FIRST_S: Final = 0.002  # by then a launch on an idle machine listens for us
-_TRIES: Final = 5  # each after twice as long
+_TRIES: Final = 6  # each after twice as long
 
 
 class Approach:
@@ -40,10 +40,10 @@ class Approach:
             client.close()
 
     async def _run(self) -> AgentClient | None:
-        pause_s = _FIRST_S
+        pause_s = 0.0  # one that was prepared listens already
         for _ in range(_TRIES):
             await asyncio.sleep(pause_s)
-            pause_s *= 2
+            pause_s = 2 * pause_s or _FIRST_S
             if not self._entrance.exists():
                 continue  # in a burst a launch waits for its turn, and trying to connect is dear
             try:

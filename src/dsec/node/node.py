@@ -309,7 +309,7 @@ class Node:
 
     def _known(self) -> Known:
         """Of collections: what there is of sandboxes and spares, and which layers they and snapshots have."""
-        records: dict[Substrate, list[bytes]] = {}
+        records: dict[Substrate, list[bytes]] = {substrate: [] for substrate in self.backends}
         names = set()
         for row in self.journal.sandboxes():
             names.add(row.id)

@@ -201,6 +201,7 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     cgroup_parent: str = "dsec"
     disk: str = "auto"  # how a limit on the disk is enforced: "project", "image", "tmpfs", "directory" (not at all)
     shm_bytes: int | str = 64 * limits.MIB  # size of /dev/shm in a sandbox
+    prepared: int = 2  # containers made ahead as far as that goes without knowing what will run in them; 0: none
     light_from: int = 64  # sandboxes there are, from which on new ones get network and terminals when first used
     keep_cgroups_from: int = 256  # sandboxes there are, from which on processor cgroups of ended ones serve new ones
     pids_kept_for_host: int = 4096  # of the kernel's, which sandboxes together leave to others
@@ -214,6 +215,7 @@ class ContainerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             "cgroup_parent": self.cgroup_parent,
             "disk": self.disk,
             "shm_bytes": parse_size(self.shm_bytes, "shm_bytes"),
+            "prepared": self.prepared,
             "light_from": self.light_from,
             "keep_cgroups_from": self.keep_cgroups_from,
             "pids_kept_for_host": self.pids_kept_for_host,

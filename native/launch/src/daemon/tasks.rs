@@ -1,6 +1,8 @@
 //! Tasks begin, each in a worker of its own.
 
-use dsec_sys::seccomp::filter_bytes;
+use std::path::PathBuf;
+
+use dsec_sys::seccomp::{filter_bytes, Instruction};
 
 use super::{Daemon, FAIL_STEP};
 use crate::agent;
@@ -9,7 +11,19 @@ use crate::error::{Error, Result};
 use crate::launch::launch;
 use crate::steps::Job;
 use crate::trash;
+use crate::view::Shown;
+use crate::wire::LaunchPlan;
 use crate::workers::{Origin, Report, Task, OURSELVES};
+
+/// See `Daemon::parts`.
+pub(super) struct Parts {
+    /// Mount points of the layers, the lowest first, the skeleton before all.
+    pub lowers: Vec<PathBuf>,
+    /// The compiled filter of commands.
+    pub filter_exec: Vec<u8>,
+    pub view: Shown,
+    pub fail_step: Option<String>,
+}
 
 impl Daemon<'_> {
     pub(super) fn start_workers(&mut self) -> Result<()> {
@@ -37,76 +51,57 @@ impl Daemon<'_> {
                 args.start_ticks.get_or_insert(start_ticks);
             }
         }
-        let plan = match &task {
-            Task::Launch(plan) => plan,
-            Task::Destroy(_) | Task::CleanUp(..) | Task::View(_) => {
-                self.setting.sandboxes.count_oom_kills(task.sandbox());
-                return self
-                    .workers
-                    .start(task, origin, &self.setting.lock, |task| match task {
-                        Task::Destroy(args) | Task::CleanUp(args, _) => {
-                            match destroy(system, args) {
-                                Ok(trash) => Report {
-                                    trash,
-                                    ..Report::default()
-                                },
-                                Err(failure) => Report {
-                                    failure: Some(failure),
-                                    ..Report::default()
-                                },
+        let plan =
+            match &task {
+                Task::Launch(plan) => plan,
+                Task::Destroy(_) | Task::CleanUp(..) | Task::View(_) | Task::Prepare(_) => {
+                    self.setting.sandboxes.count_oom_kills(task.sandbox());
+                    return self
+                        .workers
+                        .start(task, origin, &self.setting.lock, &[], |task| match task {
+                            Task::Destroy(args) | Task::CleanUp(args, _) => {
+                                match destroy(system, args) {
+                                    Ok(trash) => Report {
+                                        trash,
+                                        ..Report::default()
+                                    },
+                                    Err(failure) => Report {
+                                        failure: Some(failure),
+                                        ..Report::default()
+                                    },
+                                }
                             }
-                        }
-                        _ => Report::default(),
-                    });
-            }
-            Task::Empty(_) => {
-                return self
-                    .workers
-                    .start(task, origin, &self.setting.lock, |task| match task {
-                        Task::Empty(trash) => Report {
-                            failure: trash::empty(system, trash)
-                                .err()
-                                .map(|error| error.into_failure("trash")),
-                            ..Report::default()
-                        },
-                        _ => Report::default(),
-                    });
-            }
-        };
+                            _ => Report::default(),
+                        });
+                }
+                Task::Empty(_) => {
+                    return self
+                        .workers
+                        .start(task, origin, &self.setting.lock, &[], |task| match task {
+                            Task::Empty(trash) => Report {
+                                failure: trash::empty(system, trash)
+                                    .err()
+                                    .map(|error| error.into_failure("trash")),
+                                ..Report::default()
+                            },
+                            _ => Report::default(),
+                        });
+                }
+            };
         if self.setting.sandboxes.contains(&plan.sandbox) {
             return Err(Error::Refused {
                 why: format!("{} runs already", plan.sandbox),
                 errno: libc::EEXIST,
             });
         }
-        let mut lowers = vec![self.setting.layers.skeleton(&plan.etc_files)?];
-        for digest in &plan.lowers {
-            lowers.push(self.setting.layers.find(digest)?);
-        }
-        let filter = |name: &Option<String>| match name {
-            None => Ok(None),
-            Some(name) => match self.filters.get(name) {
-                Some(filter) => Ok(Some(filter.as_slice())),
-                None => Err(Error::Refused {
-                    why: format!("no filter {name}"),
-                    errno: libc::ENOENT,
-                }),
-            },
-        };
-        let filter_agent = filter(&plan.filter_agent)?;
-        let config = agent::config(
-            plan,
-            filter(&plan.filter_exec)?
-                .map(filter_bytes)
-                .unwrap_or_default(),
-        )?;
-        let fail_step = self.fail_step();
+        let filter_agent = self.compiled(&plan.filter_agent)?.map(<[_]>::to_vec);
+        let parts = self.parts(plan)?;
+        let config = agent::config(plan, parts.filter_exec)?;
         let sysfs = self.setting.sysfs.tree(&plan.masks)?;
-        let view = self.setting.views.show(plan.view.as_ref())?;
-        let view_server = view.server;
+        let view_server = parts.view.server;
         let setting = &self.setting;
         self.workers
-            .start(task, origin, &setting.lock, move |task| {
+            .start(task, origin, &setting.lock, &[], move |task| {
                 let Task::Launch(plan) = task else {
                     return Report::default();
                 };
@@ -116,29 +111,46 @@ impl Daemon<'_> {
                     bare_mounts: &setting.bare_mounts,
                     layers_by_name: setting.layers_by_name,
                     agent: &setting.agent.file,
-                    lowers,
-                    filter_agent,
+                    lowers: parts.lowers,
+                    filter_agent: filter_agent.as_deref(),
                     sysfs,
                     lobby: setting.sysfs.lobby(),
-                    view,
+                    view: parts.view,
                     config,
-                    fail_step,
+                    fail_step: parts.fail_step,
                 };
-                match launch(system, &job) {
-                    Ok(launched) => Report {
-                        launched: Some(launched),
-                        failure: None,
-                        trash: None,
-                    },
-                    Err(failure) => Report {
-                        launched: None,
-                        failure: Some(failure),
-                        trash: None,
-                    },
-                }
+                launch(system, &job).into()
             })?;
         self.workers.note_view(view_server);
         Ok(())
+    }
+
+    /// What a launch of this plan needs besides: looked up, or made once for all. Errors are the plan's.
+    pub(super) fn parts(&mut self, plan: &LaunchPlan) -> Result<Parts> {
+        let mut lowers = vec![self.setting.layers.skeleton(&plan.etc_files)?];
+        for digest in &plan.lowers {
+            lowers.push(self.setting.layers.find(digest)?);
+        }
+        let filter_exec = self.compiled(&plan.filter_exec)?;
+        Ok(Parts {
+            lowers,
+            filter_exec: filter_exec.map(filter_bytes).unwrap_or_default(),
+            view: self.setting.views.show(plan.view.as_ref())?,
+            fail_step: self.fail_step(),
+        })
+    }
+
+    pub(super) fn compiled(&self, name: &Option<String>) -> Result<Option<&[Instruction]>> {
+        let Some(name) = name else {
+            return Ok(None);
+        };
+        match self.filters.get(name) {
+            Some(filter) => Ok(Some(filter)),
+            None => Err(Error::Refused {
+                why: format!("no filter {name}"),
+                errno: libc::ENOENT,
+            }),
+        }
     }
 
     /// The step that the test hook makes fail: of the file, else of the environment.

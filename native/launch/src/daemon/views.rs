@@ -75,7 +75,7 @@ impl Daemon<'_> {
         (given.kind, given.server) = (shown.kind, shown.server);
         let (system, lock) = (self.setting.system, &self.setting.lock);
         self.workers
-            .start(Task::View(given), origin, lock, |_| Report {
+            .start(Task::View(given), origin, lock, &[], |_| Report {
                 failure: give(system, process, &shown.sources)
                     .err()
                     .map(|error| error.into_failure("view")),

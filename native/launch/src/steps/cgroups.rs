@@ -2,7 +2,7 @@
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::error::{Doing, Error, Result};
 use crate::system::{Access, Entry, System};
@@ -62,7 +62,7 @@ pub fn make(system: &dyn System, plan: &LaunchPlan, undo: &mut Undo) -> Result<C
             first
                 .into_iter()
                 .chain(rest)
-                .try_for_each(|(name, value)| set(system, path, name, value))?;
+                .try_for_each(|(name, value)| set(system, &path.join(name), value))?;
         }
         let tasks = path.join("tasks");
         let file = system
@@ -71,6 +71,46 @@ pub fn make(system: &dyn System, plan: &LaunchPlan, undo: &mut Undo) -> Result<C
         cgroups.v1_tasks.push(file);
     }
     Ok(cgroups)
+}
+
+/// Writes those limits that differ from what they were made with.
+pub fn set_again(system: &dyn System, plan: &LaunchPlan, before: &LaunchPlan) -> Result<()> {
+    let none = std::collections::BTreeMap::new();
+    let second = plan
+        .cgroup2
+        .iter()
+        .map(|path| (path, &plan.cgroup2_files, &before.cgroup2_files));
+    let first = plan.cgroup1.iter().map(|(controller, path)| {
+        let files = plan.cgroup1_files.get(controller).unwrap_or(&none);
+        (
+            path,
+            files,
+            before.cgroup1_files.get(controller).unwrap_or(&none),
+        )
+    });
+    let mut differ = Vec::new();
+    for (path, files, made_with) in second.chain(first) {
+        let others = files
+            .iter()
+            .filter(|(name, value)| made_with.get(*name) != Some(value));
+        differ.extend(others.map(|(name, value)| (Path::new(path).join(name), value.as_str())));
+    }
+    replace(system, &differ)
+}
+
+/// Writes limits over others. Version 1 refuses some while another is still what it was (memory with swap is never below memory
+/// alone), so what is refused is tried once more after the rest.
+pub fn replace(system: &dyn System, limits: &[(PathBuf, &str)]) -> Result<()> {
+    let mut refused = Vec::new();
+    for (path, value) in limits {
+        match set(system, path, value) {
+            Err(error) if error.errno() == Some(libc::EINVAL) => refused.push((path, value)),
+            other => other?,
+        }
+    }
+    refused
+        .into_iter()
+        .try_for_each(|(path, value)| set(system, path, value))
 }
 
 fn make_v2(
@@ -83,7 +123,7 @@ fn make_v2(
     make_directory(system, path, undo)?;
     plan.cgroup2_files
         .iter()
-        .try_for_each(|(name, value)| set(system, path, name, value))?;
+        .try_for_each(|(name, value)| set(system, &path.join(name), value))?;
     // Made later, once the new process is busy with itself.
     undo.add(Made::Cgroup(path.join("work")));
     let agent = path.join("agent");
@@ -129,15 +169,14 @@ fn make_directory(system: &dyn System, path: &Path, undo: &mut Undo) -> Result<(
     Ok(())
 }
 
-fn set(system: &dyn System, directory: &Path, name: &str, value: &str) -> Result<()> {
+fn set(system: &dyn System, path: &Path, value: &str) -> Result<()> {
     // One write a line: some files take a single rule at a time (devices.allow, io.max).
     value
         .split('\n')
         .filter(|line| !line.is_empty())
         .try_for_each(|line| {
-            let path = directory.join(name);
             system
-                .write_file(&path, line.as_bytes())
+                .write_file(path, line.as_bytes())
                 .map_err(|source| Error::Call {
                     doing: "write to",
                     on: format!("{} the value {line:?}", path.display()),

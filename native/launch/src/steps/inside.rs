@@ -10,6 +10,7 @@ use dsec_sys::mounts::attr;
 use dsec_sys::namespaces::{exit_now, NEW_IPC, NEW_MOUNT, NEW_NET, NEW_UTS};
 
 use crate::error::{missing_is_fine, Doing, Error, Result};
+use crate::prepare::Ordered;
 use crate::steps::check::IDS_PER_SANDBOX;
 use crate::steps::light::{caps_agent, is_of_ipc, TERMINALS};
 use crate::steps::view::{self, Cover};
@@ -23,10 +24,12 @@ const CAP_SYS_ADMIN: u64 = 1 << 21;
 /// What the new process has been given.
 pub struct Inside<'a> {
     pub job: &'a Job<'a>,
+    /// Of a sandbox made ahead the rest of the job comes by `go`, when there is one.
+    pub ahead: bool,
     /// A byte comes each time when it may go on; the end of file means that its maker has gone.
-    pub go: OwnedFd,
+    pub go: &'a OwnedFd,
     /// Takes times and failures; closed by the execve that succeeds.
-    pub report: OwnedFd,
+    pub report: &'a OwnedFd,
     pub socket: &'a OwnedFd,
     pub cgroup: Option<&'a OwnedFd>,
     pub view: &'a [Cover],
@@ -44,15 +47,45 @@ pub fn run(system: &dyn System, inside: Inside) -> ! {
 
 /// The steps in order. Returns only the error.
 pub fn become_agent(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Error {
-    match prepare(system, inside, clock) {
-        Ok((program, report)) => execute(system, inside, clock, &program, &report),
+    if let Err(error) = begin(system, inside, clock) {
+        return error;
+    }
+    if !inside.ahead {
+        return become_agent_of(system, inside, clock);
+    }
+    clock.end();
+    let ordered = match Ordered::take(system, inside.go.as_fd()) {
+        Ok(ordered) => ordered,
+        Err(error) => return error,
+    };
+    match ordered.job(inside.job) {
+        Ok(job) => {
+            *clock = Clock::start(job.fail_step.clone());
+            let (job, view) = (&job, &*ordered.covers);
+            become_agent_of(
+                system,
+                &Inside {
+                    job,
+                    view,
+                    ..*inside
+                },
+                clock,
+            )
+        }
         Err(error) => error,
     }
 }
 
-fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(OwnedFd, OwnedFd)> {
-    let (job, plan) = (inside.job, inside.job.plan);
-    // First all that needs no tree, while that is being built.
+fn become_agent_of(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Error {
+    match finish(system, inside, clock) {
+        Ok(ready) => execute(system, inside, clock, &ready),
+        Err(error) => error,
+    }
+}
+
+/// First all that needs no tree, while that is being built, and of that what is the same for all sandboxes.
+fn begin(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<()> {
+    let plan = inside.job.plan;
     wait_for_go(system, inside)?; // maps are written
     clock.begin(Step::Ids)?;
     system.start_afresh().doing("start", "a session")?;
@@ -65,9 +98,6 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
     system
         .unshare(ipc | NEW_UTS)
         .doing("make", "ipc and uts namespaces")?;
-    system
-        .set_hostname(&plan.hostname)
-        .doing("set", "the host name")?;
     clock.begin(Step::Network)?;
     if !plan.light {
         system
@@ -77,6 +107,21 @@ fn prepare(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<(O
             .loopback_up()
             .doing("bring up", "the loopback device")?;
     }
+    Ok(())
+}
+
+/// What the agent is run with.
+struct Ready {
+    program: OwnedFd,
+    report: OwnedFd,
+}
+
+fn finish(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<Ready> {
+    let (job, plan) = (inside.job, inside.job.plan);
+    clock.begin(Step::CgroupNs)?;
+    system
+        .set_hostname(&plan.hostname)
+        .doing("set", "the host name")?;
     clock.begin(Step::Rlimits)?;
     limits(system, job)?;
     clock.begin(Step::Capabilities)?;
@@ -212,7 +257,7 @@ fn arrange(
     config: OwnedFd,
     score: OwnedFd,
     settings: Option<OwnedFd>,
-) -> Result<(OwnedFd, OwnedFd)> {
+) -> Result<Ready> {
     // Never closed by us: by then their numbers belong to other files.
     let config = ManuallyDrop::new(config);
     let score = ManuallyDrop::new(score);
@@ -239,7 +284,7 @@ fn arrange(
         .doing("arrange", "descriptors")?
         .into_iter();
     match (kept.next(), kept.next()) {
-        (Some(program), Some(report)) => Ok((program, report)),
+        (Some(program), Some(report)) => Ok(Ready { program, report }),
         _ => Err(Error::Invalid("descriptors got lost".into())),
     }
 }
@@ -263,16 +308,10 @@ fn capabilities(system: &dyn System, job: &Job) -> Result<()> {
         .doing("raise", "ambient capabilities")
 }
 
-fn execute(
-    system: &dyn System,
-    inside: &Inside,
-    clock: &mut Clock,
-    program: &OwnedFd,
-    report: &OwnedFd,
-) -> Error {
-    match confine(system, inside, clock, report) {
+fn execute(system: &dyn System, inside: &Inside, clock: &mut Clock, ready: &Ready) -> Error {
+    match confine(system, inside, clock, &ready.report) {
         Ok(()) => {
-            let source = system.run(program.as_fd(), &[c"dsec-agent", c"--fd"]);
+            let source = system.run(ready.program.as_fd(), &[c"dsec-agent", c"--fd"]);
             Error::Call {
                 doing: "run",
                 on: "the agent".into(),
@@ -374,8 +413,9 @@ mod tests {
         let mut clock = Clock::start(job.fail_step.clone());
         let inside = Inside {
             job: &job,
-            go: null(),
-            report: null(),
+            ahead: false,
+            go: &file,
+            report: &file,
             socket: &file,
             cgroup: Some(&file),
             view: &covers,
@@ -395,9 +435,9 @@ mod tests {
             "start_afresh",
             "become_user 0 false",
             "unshare 0xc000000",
-            "set_hostname sandbox",
             "unshare 0x40000000",
             "loopback_up",
+            "set_hostname sandbox",
             "set_limit",
             "bound_capabilities 0x81",
             "sealed_file",

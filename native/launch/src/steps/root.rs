@@ -184,9 +184,9 @@ pub fn takes_detached_layers(system: &dyn System) -> bool {
     try_it().is_ok()
 }
 
-/// Makes the file system in memory that `/dev`, `/dev/shm` and the files of `/etc` come from, and binds the first two. One
-/// for all: the kernel keeps a word for every file system of the machine in every memory cgroup of the machine.
-pub fn scratch(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result<()> {
+/// Makes the file system in memory that `/dev`, `/dev/shm` and the files of `/etc` come from. One for all: the kernel keeps a
+/// word for every file system of the machine in every memory cgroup of the machine.
+pub fn scratch(system: &dyn System, plan: &LaunchPlan) -> Result<OwnedFd> {
     let owner = plan.id_base.to_string();
     let options = [
         MountOption::Text(c"size", plan.shm_bytes.max(SCRATCH_BYTES).to_string()),
@@ -209,24 +209,28 @@ pub fn scratch(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result
     put(c"dev", Entry::Directory { mode: 0o755 })?;
     put(c"etc", Entry::Directory { mode: 0o755 })?;
     put(c"shm", Entry::Directory { mode: 0o1777 })?;
+    put(c"proc", Entry::Directory { mode: 0o555 })?; // a place to build it at
     device_entries()
         .into_iter()
         .try_for_each(|(name, entry)| put(name, entry))?;
-    asked_devices(plan)?
-        .into_iter()
-        .try_for_each(|(name, entry)| put(&name, entry))?;
-    for (index, file) in plan.etc_files.iter().enumerate() {
-        put(
-            &etc_name(index)?,
-            Entry::File {
-                mode: 0o644,
-                content: &file.content,
-            },
-        )?;
-    }
     system
         .attach_at(scratch.as_fd(), SCRATCH)
         .doing("mount", "the tmpfs of /dev")?;
+    Ok(scratch)
+}
+
+/// Adds the devices that the plan asks for, and binds `/dev` and `/dev/shm`.
+pub fn devices(
+    system: &dyn System,
+    plan: &LaunchPlan,
+    scratch: &OwnedFd,
+    root: &OwnedFd,
+) -> Result<()> {
+    for (name, entry) in asked_devices(plan)? {
+        system
+            .put(scratch.as_fd(), &name, entry)
+            .doing("make", name.to_string_lossy())?;
+    }
     let devices = system
         .clone_mount(c"/scratch/dev")
         .doing("copy the mount of", "/dev")?;
@@ -394,7 +398,12 @@ pub fn empty_for(is_directory: bool) -> &'static CStr {
 }
 
 /// Binds the given files of `/etc` over those of the image; a symbolic link there is covered itself, not followed.
-pub fn etc(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result<()> {
+pub fn etc(
+    system: &dyn System,
+    plan: &LaunchPlan,
+    scratch: &OwnedFd,
+    root: &OwnedFd,
+) -> Result<()> {
     for (index, file) in plan.etc_files.iter().enumerate() {
         let path = Path::new(&file.path);
         let protected = |kind: BindKind| {
@@ -405,6 +414,13 @@ pub fn etc(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result<()>
         if protected(BindKind::Masked) {
             continue;
         }
+        let entry = Entry::File {
+            mode: 0o644,
+            content: &file.content,
+        };
+        system
+            .put(scratch.as_fd(), &etc_name(index)?, entry)
+            .doing_to("make", path)?;
         let source = c_text(&format!("/scratch/etc/{index}")).doing_to("name", path)?;
         let copy = system
             .clone_mount(&source)
@@ -422,12 +438,14 @@ pub fn etc(system: &dyn System, plan: &LaunchPlan, root: &OwnedFd) -> Result<()>
     Ok(())
 }
 
-/// Mounts the proc of the new process's pid namespace.
-pub fn proc(system: &dyn System, root: &OwnedFd, process: BorrowedFd) -> Result<OwnedFd> {
+/// Mounts the proc of the new process's pid namespace, where it can be masked until there is a tree.
+pub fn proc(system: &dyn System, process: BorrowedFd) -> Result<OwnedFd> {
     let proc = system
         .make_proc(process, KERNEL_MOUNT)
         .doing("make", "/proc")?;
-    attach_inside(system, root, &proc, Path::new("/proc"))?;
+    system
+        .attach_at(proc.as_fd(), c"/scratch/proc")
+        .doing("mount", "/proc")?;
     Ok(proc)
 }
 
@@ -466,7 +484,12 @@ fn hide(system: &dyn System, path: &CStr) -> std::io::Result<()> {
     system.bind(empty, path)
 }
 
-fn attach_inside(system: &dyn System, root: &OwnedFd, mount: &OwnedFd, path: &Path) -> Result<()> {
+pub fn attach_inside(
+    system: &dyn System,
+    root: &OwnedFd,
+    mount: &OwnedFd,
+    path: &Path,
+) -> Result<()> {
     let target = resolve(system, root, path)?;
     system
         .attach(mount.as_fd(), target.as_fd())

@@ -3,6 +3,7 @@
 //! Copies of the mounts are taken while the launch still sees the host's tree; they are attached by the new process, on its
 //! own proc and sysfs, and hold, as masks do, against whoever lacks CAP_SYS_ADMIN over the sandbox's user namespace.
 
+use std::borrow::Cow;
 use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -15,8 +16,8 @@ use crate::view::Source;
 
 /// A copy of a mount, and the path that it is to cover.
 pub struct Cover {
-    mount: OwnedFd,
-    target: &'static CStr,
+    pub mount: OwnedFd,
+    pub target: Cow<'static, CStr>,
 }
 
 pub fn collect(system: &dyn System, sources: &[Source]) -> Result<Vec<Cover>> {
@@ -33,7 +34,7 @@ pub fn collect(system: &dyn System, sources: &[Source]) -> Result<Vec<Cover>> {
                 .doing_to("make read-only", &source.path)?;
             Ok(Cover {
                 mount,
-                target: source.target,
+                target: source.target.clone(),
             })
         })
         .collect()
@@ -43,7 +44,7 @@ pub fn collect(system: &dyn System, sources: &[Source]) -> Result<Vec<Cover>> {
 pub fn attach(system: &dyn System, covers: &[Cover], tree: BorrowedFd) -> Result<()> {
     for cover in covers {
         let shown = cover.target.to_string_lossy();
-        let target = match system.resolve(tree, cover.target) {
+        let target = match system.resolve(tree, &cover.target) {
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => continue,
             other => other.doing("find", &shown)?,
         };

@@ -4,6 +4,7 @@
 mod live;
 mod text;
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ffi::CStr;
 use std::os::fd::AsFd;
@@ -25,7 +26,7 @@ const SHAPES_MAX: usize = 1024;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Source {
     pub path: PathBuf,
-    pub target: &'static CStr,
+    pub target: Cow<'static, CStr>,
 }
 
 /// The files of all shares.
@@ -93,7 +94,7 @@ impl<'a> Views<'a> {
         };
         sources.push(Source {
             path,
-            target: c"/proc/meminfo",
+            target: c"/proc/meminfo".into(),
         });
         Ok(Shown {
             sources,
@@ -137,7 +138,7 @@ impl<'a> Views<'a> {
         }
         let source = |(name, target): (&str, &'static CStr)| Source {
             path: directory.join(name),
-            target,
+            target: target.into(),
         };
         Ok([
             ("cpuinfo", c"/proc/cpuinfo"),

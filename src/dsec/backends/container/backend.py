@@ -38,8 +38,11 @@ from dsec.backends.container.plan import (
     limit_files,
     plan_claim,
     plan_launch,
+    sandbox_directory,
     shape_of,
+    socket_path,
 )
+from dsec.backends.container.prepared import PreparedContainers
 from dsec.backends.container.record import ContainerRecord, parse_record, record_of
 from dsec.backends.container.trash import TRASH, put_away_unknown
 from dsec.backends.container.view import LIVE, STATIC, choose_view, find_lxcfs, require_view, view_of
@@ -57,7 +60,15 @@ from dsec.core.errors import (
 from dsec.core.ids import NodeId, SandboxId, new_node_id, new_sandbox_id
 from dsec.core.spec import Environment, NetworkMode, SandboxSpec, Substrate
 from dsec.core.states import EndCause
-from dsec.density.cgroups import CgroupHost, detect, memory_for_all, prepare_cpuset, prepare_parent, remove_parent
+from dsec.density.cgroups import (
+    CgroupHost,
+    detect,
+    memory_for_all,
+    prepare_cpuset,
+    prepare_parent,
+    remove_parent,
+    remove_unknown,
+)
 from dsec.security import masks
 from dsec.security.idranges import IdRanges
 from dsec.storage.spread import spread_children
@@ -108,8 +119,10 @@ class ContainerBackend:
         self._knows_views = True
         self._knows_light = False
         self._keeps_cgroups = False
+        self._knows_prepared = False
         self._kept: KeptCgroups | None = None
         self._launcher: Launcher | None = None
+        self._prepared: PreparedContainers
         self._facts: HostFacts | None = None
         self._boot_id = _BOOT_ID.read_text().strip()
         self._opening = asyncio.Lock()
@@ -181,20 +194,38 @@ class ContainerBackend:
         facts = await self._open()
         if instance.cpus is not None:
             await asyncio.to_thread(prepare_cpuset, self._host, facts.cgroup_parent)
-        id_base = self._ids.take(holder_directory(facts, instance.id))
+        self._prepared.begin()
+        plan: LaunchPlan | None = None
         try:
-            plan = self._plan(instance, facts, id_base)
-            # Links and forwarded connections are sockets in the sandbox's own network, which must be there before
-            # anybody uses the sandbox.
-            alone = not instance.spec.links and instance.spec.network is NetworkMode.NONE
-            if self._knows_light and len(self._instances) >= self._config.light_from and alone:
-                plan = lighten(plan)
+            plan = self._plan(instance, facts, 0)
+            return await self._create(instance, plan, facts, intend, deadline_s)
+        finally:
+            self._prepared.finish(plan)
+
+    async def _create(
+        self, instance: InstanceSpec, plan: LaunchPlan, facts: HostFacts, intend: Intend, deadline_s: float
+    ) -> ContainerInstance:
+        # Links and forwarded connections are sockets in the sandbox's own network, which must be there before
+        # anybody uses the sandbox.
+        alone = not instance.spec.links and instance.spec.network is NetworkMode.NONE
+        if self._knows_light and len(self._instances) >= self._config.light_from and alone:
+            plan = lighten(plan)
+        made = self._take_prepared(instance, plan)
+        if made is None:
+            id_base = self._ids.take(holder_directory(facts, instance.id))
+            plan = msgspec.structs.replace(plan, id_base=id_base)
+        else:
+            plan = made
+        try:
             record = msgspec.structs.replace(
                 record_of(plan, self._boot_id), disk_limited=self._disk.is_limited(instance)
             )
             await intend(record.to_bytes())
         except BaseException:
-            self._ids.give_back(id_base)
+            if made is None:
+                self._ids.give_back(plan.id_base)
+            else:
+                self._prepared.give_up(made)
             raise
         try:
             async with self._disk.prepared(plan, instance) as ready:
@@ -207,6 +238,12 @@ class ContainerBackend:
             # Its caller may be cancelled now, too.
             await asyncio.shield(self._clean_later(self.remove(record)))
             raise _launch_error(instance.id, error) from error
+
+    def _take_prepared(self, instance: InstanceSpec, plan: LaunchPlan) -> LaunchPlan | None:
+        """One whose disk is to be limited, or that is made for later, begins from nothing."""
+        if not self._knows_prepared or plan.spare or self._disk.is_limited(instance):
+            return None
+        return self._prepared.take(plan)
 
     def approach(self, record: bytes) -> Entrance:
         parsed = parse_record(record)
@@ -246,7 +283,7 @@ class ContainerBackend:
         await self._register(layers)
         if not self._knows_views:
             plan = msgspec.structs.replace(plan, view=None)
-        if self._kept is not None and self._keeps_cgroups:
+        if self._kept is not None and self._keeps_cgroups and not plan.named:
             plan = self._kept.use(plan)
         try:
             try:
@@ -311,6 +348,7 @@ class ContainerBackend:
         self._knows_views = answer.views
         self._knows_light = answer.light
         self._keeps_cgroups = answer.keeps_cgroups
+        self._knows_prepared = answer.prepares
         if self._view.kind == LIVE:
             self._no_live_view = answer.no_live_view if answer.views else "the launcher that runs is of before"
 
@@ -425,7 +463,8 @@ class ContainerBackend:
 
     def names(self, records: Collection[bytes]) -> frozenset[str]:
         known = [parse_record(record) for record in records]
-        return frozenset(Path(path).name for one in known for path in (one.directory, one.socket.removesuffix(".sock")))
+        of_records = {Path(path).name for one in known for path in (one.directory, one.socket.removesuffix(".sock"))}
+        return self._prepared.names.union(of_records) if self._facts is not None else frozenset(of_records)
 
     async def sweep(self, records: Collection[bytes]) -> None:
         self._looking = asyncio.create_task(asyncio.to_thread(self._disk.look))  # before somebody needs to know
@@ -434,6 +473,9 @@ class ContainerBackend:
         except StorageError:
             return  # whose they are cannot be told
         await asyncio.to_thread(put_away_unknown, self._config.sandboxes_dir, known)
+        # Of what was prepared when both launcher and node were killed.
+        parent = f"{self._config.cgroup_parent}/{self._node}"
+        await asyncio.to_thread(remove_unknown, self._host, parent, known)
 
     async def close(self) -> None:
         if self._looking is not None:
@@ -444,6 +486,7 @@ class ContainerBackend:
             instance.abandon()
         self._instances.clear()
         if self._launcher is not None:
+            await self._prepared.close()
             await self._launcher.close()
         self._ids.close()
         if self._kept is not None:
@@ -498,8 +541,23 @@ class ContainerBackend:
             start_s=config.launcher_start_s,
             lxcfs=self._view.lxcfs,
         )
+        self._prepared = PreparedContainers(
+            config.prepared, named=self._renamed, ids=self._ids, launcher=self._launcher, boot_id=self._boot_id
+        )
         open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         return HostFacts(self._host, parent, open_files, self._view.kind, masks.needed())
+
+    def _renamed(self, plan: LaunchPlan) -> LaunchPlan:
+        """Under the names of a new one."""
+        name = new_sandbox_id(self._node)
+        return msgspec.structs.replace(
+            plan,
+            sandbox=name,
+            directory=str(sandbox_directory(self._config, name)),
+            socket=str(socket_path(self._config, name)),
+            cgroup2=plan.cgroup2 and str(Path(plan.cgroup2).parent / name),
+            cgroup1={controller: str(Path(path).parent / name) for controller, path in plan.cgroup1.items()},
+        )
 
 
 async def _no_intent(record: bytes) -> None:

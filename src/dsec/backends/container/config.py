@@ -8,7 +8,7 @@ from typing import Final
 
 from dsec.backends.container.view import CHOICES
 from dsec.core.errors import InvalidArgumentError
-from dsec.core.limits import GIB, MIB
+from dsec.core.limits import GIB, MIB, PREPARED_MAX
 
 DISKS: Final = ("auto", "project", "image", "directory", "tmpfs")
 # sun_path holds 108 bytes; "<run>/sb/<sandbox id>.sock" takes 38 of them.
@@ -30,6 +30,7 @@ class ContainerConfig:
     resource_view: str = (
         "auto"  # "live" (needs lxcfs) | "static" | "host"; "auto": live where it can be had, else static
     )
+    prepared: int = 0  # containers that are made ahead, as far as that goes without knowing what will run in them
     light_from: int = 64  # sandboxes there are, from which on new ones begin without what costs most while idle
     keep_cgroups_from: int = 256  # sandboxes there are, from which on processor cgroups of ended ones serve new ones
     pids_kept_for_host: int = 4096
@@ -53,5 +54,7 @@ class ContainerConfig:
         for name in ("light_from", "keep_cgroups_from"):
             if getattr(self, name) < 0:
                 raise InvalidArgumentError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        if not 0 <= self.prepared <= PREPARED_MAX:
+            raise InvalidArgumentError(f"prepared must be between 0 and {PREPARED_MAX}, not {self.prepared}")
         if self.disk not in DISKS:
             raise InvalidArgumentError(f"disk must be one of {', '.join(map(repr, DISKS))}, not {self.disk!r}")

@@ -66,6 +66,10 @@ class Launcher:
         self.connection = 0  # grows with each connection: what was registered on an earlier one must be again
         self.pid = 0
 
+    @property
+    def is_connected(self) -> bool:
+        return self._socket is not None
+
     # ---- requests --------------------------------------------------------------------------------
 
     async def request(self, op: LaunchOp, args: Any, answer: type[T], *, timeout_s: float = _REQUEST_S) -> T:

@@ -47,7 +47,8 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def record_of(plan: LaunchPlan, boot_id: str) -> ContainerRecord:
     return ContainerRecord(
-        sandbox=plan.sandbox,
+        sandbox=plan.named or plan.sandbox,
+        instance=plan.sandbox if plan.named else "",
         boot_id=boot_id,
         id_base=plan.id_base,
         directory=plan.directory,

@@ -1,0 +1,183 @@
+"""Containers made ahead as far as that goes without knowing what will run: cgroups, ids, namespaces, `/dev`, `/proc`.
+
+A create takes one, and only has to make its tree and start its agent. They hold no layer and no agent, so one fits
+nearly every create, and they cost little; the launcher drops them with the node's connection. They are made when no
+create has been under way for a moment, each for the shape that was asked for last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from dsec.backends.container.launcher import Launcher, LauncherRefusal
+from dsec.backends.container.record import record_of
+from dsec.core.errors import DsecError
+from dsec.observe.logs import get_logger
+from dsec.security.idranges import IdRanges
+from dsec.wire.launch import LaunchOp, LaunchPlan
+from dsec.wire.node import Done
+
+log = get_logger(__name__)
+
+_QUIET_S: Final = 0.05  # after a create its caller uses the sandbox, and would share the machine with this
+_FAILED_S: Final = 30.0  # after one that could not be made
+_REMOVE_S: Final = 20.0
+
+Named = Callable[[LaunchPlan], LaunchPlan]
+
+
+class PreparedContainers:
+    """Those of one node. `named` gives a plan the names of a new one, without ids."""
+
+    def __init__(self, wanted: int, *, named: Named, ids: IdRanges, launcher: Launcher, boot_id: str) -> None:
+        self._wanted = wanted
+        self._named = named
+        self._ids = ids
+        self._launcher = launcher
+        self._boot_id = boot_id
+        self._ready: deque[tuple[int, LaunchPlan]] = deque()  # with the connection that has asked for it
+        self._pattern: LaunchPlan | None = None
+        self._creating = 0
+        self._filling: asyncio.Task[None] | None = None
+        self._removing: set[asyncio.Task[None]] = set()
+        self._failed_until = 0.0
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(plan.sandbox for _, plan in self._ready)
+
+    # -- for creates -------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A create is under way, and has the machine to itself."""
+        self._creating += 1
+        if self._filling is not None:
+            self._filling.cancel()
+            self._filling = None
+
+    def finish(self, plan: LaunchPlan | None) -> None:
+        """It is over; it was of `plan`, if it came as far. What is missing is made later."""
+        self._creating -= 1
+        if plan is not None and _is_plain(plan):
+            self._pattern = plan
+        if self._pattern is not None and not self._creating and self._wanted and not self._closed:
+            self._filling = asyncio.get_running_loop().create_task(self._fill())
+
+    def take(self, plan: LaunchPlan) -> LaunchPlan | None:
+        """The plan under the names and ids of one that serves for it, which is the caller's from now on."""
+        while self._ready:
+            connection, made = self._ready.popleft()
+            wanted = _under_names_of(made, plan)
+            if self._launcher.is_connected and connection == self._launcher.connection and serves(made, wanted):
+                return wanted
+            self._remove_later(made)
+        return None
+
+    def give_up(self, plan: LaunchPlan) -> None:
+        """One that was taken and not launched."""
+        self._remove_later(plan)
+
+    # -- making ------------------------------------------------------------------------------------
+
+    async def _fill(self) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(_QUIET_S, self._failed_until - loop.time()))
+        while len(self._ready) < self._wanted and self._pattern is not None:
+            # Not to be cut short: what the launcher has been told must be known here.
+            making = loop.create_task(self._make(self._pattern))
+            self._removing.add(making)
+            making.add_done_callback(self._removing.discard)
+            try:
+                await asyncio.shield(making)
+            except (DsecError, LauncherRefusal) as error:
+                self._failed_until = loop.time() + _FAILED_S
+                log.warning("a container could not be prepared", error=str(error))
+                return
+            await asyncio.sleep(_QUIET_S / 10)  # others have their turn
+
+    async def _make(self, pattern: LaunchPlan) -> None:
+        plan = self._named(pattern)
+        id_base = self._ids.take(plan.cgroup2 or next(iter(plan.cgroup1.values())))
+        plan = msgspec.structs.replace(
+            plan, id_base=id_base, lowers=[], env={}, user=None, workdir=None, cgroup1_from={}, named=""
+        )
+        try:
+            await self._launcher.request(LaunchOp.PREPARE, plan, Done)
+        except BaseException:
+            self._remove_later(plan)
+            raise
+        if self._closed:
+            self._remove_later(plan)
+        else:
+            self._ready.append((self._launcher.connection, plan))
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Removes all of them."""
+        self._closed = True
+        if self._filling is not None:
+            self._filling.cancel()
+        while self._ready:
+            self._remove_later(self._ready.popleft()[1])
+        if self._removing:
+            await asyncio.wait(self._removing, timeout=_REMOVE_S)
+
+    def _remove_later(self, plan: LaunchPlan) -> None:
+        task = asyncio.get_running_loop().create_task(self._remove(plan))
+        self._removing.add(task)
+        task.add_done_callback(self._removing.discard)
+
+    async def _remove(self, plan: LaunchPlan) -> None:
+        """Its ids are given back once nothing of it is left. What resists goes with the node's next start."""
+        try:
+            args = record_of(plan, self._boot_id).destroy_args()
+            await self._launcher.request(LaunchOp.DESTROY, args, Done, timeout_s=_REMOVE_S)
+        except (DsecError, LauncherRefusal) as error:
+            log.warning("a prepared container could not be removed", name=plan.sandbox, error=str(error))
+            return
+        self._ids.give_back(plan.id_base)
+
+
+def serves(made: LaunchPlan, wanted: LaunchPlan) -> bool:
+    """Whether what was made for one plan serves for another under the same names; limits are written again.
+
+    As the launcher's own `serves`, which decides (native/launch/src/prepare.rs).
+    """
+    return (
+        _is_plain(wanted)
+        and set(made.cgroup2_files) == set(wanted.cgroup2_files)
+        and {c: set(files) for c, files in made.cgroup1_files.items()}
+        == {c: set(files) for c, files in wanted.cgroup1_files.items()}
+        and made.masks == wanted.masks
+        and made.readonly_proc == wanted.readonly_proc
+        and made.shm_bytes == wanted.shm_bytes
+        and made.filter_agent == wanted.filter_agent
+    )
+
+
+def _is_plain(plan: LaunchPlan) -> bool:
+    return not plan.light and not plan.cgroup1_from and plan.upper_tmpfs_bytes is None and plan.upper_device is None
+
+
+def _under_names_of(made: LaunchPlan, plan: LaunchPlan) -> LaunchPlan:
+    return msgspec.structs.replace(
+        plan,
+        sandbox=made.sandbox,
+        named=plan.sandbox,
+        id_base=made.id_base,
+        directory=made.directory,
+        socket=made.socket,
+        cgroup2=made.cgroup2,
+        cgroup1=made.cgroup1,
+        tries_out=True,
+    )
