@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import glob
+import json
 import os
 import secrets
 import shutil
@@ -97,10 +98,14 @@ class Place:
             "state_dir": str(self.state),
             **self.settings,
         }
-        own = {"id_dir": str(self.ids), "cgroup_parent": self.name}
-        settings["container"] = {**own, **settings.get("container", {})}
+        settings["container"] = self._container()
         settings["node"] = {"disk_free_bytes_min": 0, **settings.get("node", {})}
         return from_toml(settings, ServeConfig)
+
+    def _container(self) -> dict[str, Any]:
+        """What is made ahead looks like what a sandbox has left: there is none where a test does not ask for it."""
+        own = {"id_dir": str(self.ids), "cgroup_parent": self.name, "prepared": 0}
+        return {**own, **self.settings.get("container", {})}
 
     def watched(self) -> Watched:
         """What a sandbox of this place could leave. The launcher and what it keeps for all of them is there before."""
@@ -163,7 +168,7 @@ class Place:
         see `ready`. `before`: a program that runs in the process first."""
         config = self.directory / "dsec.toml"
         node = {"disk_free_bytes_min": 0, **self.settings.get("node", {})}
-        lines = ["[container]", f'id_dir = "{self.ids}"', f'cgroup_parent = "{self.name}"', "[node]"]
+        lines = ["[container]", *(f"{key} = {json.dumps(value)}" for key, value in self._container().items()), "[node]"]
         lines += [f"{name} = {value!r}" for name, value in node.items() if not isinstance(value, dict)]
         for name, table in node.items():
             if isinstance(table, dict):

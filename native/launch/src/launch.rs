@@ -420,7 +420,9 @@ fn build(
     }
     clock.begin(Step::Binds)?;
     root::devices(system, job.plan, &begun.scratch, &tree)?;
+    clock.begin(Step::Proc)?;
     root::attach_inside(system, &tree, &begun.proc, Path::new("/proc"))?;
+    clock.begin(Step::Binds)?;
     root::binds(system, job.plan, &tree)?;
     clock.begin(Step::Etc)?;
     root::etc(system, job.plan, &begun.scratch, &tree)?;

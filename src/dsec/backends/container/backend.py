@@ -27,6 +27,7 @@ from dsec.backends.base import (
 from dsec.backends.container.capture import ContainerCapture
 from dsec.backends.container.config import ContainerConfig
 from dsec.backends.container.disk import Disk
+from dsec.backends.container.failures import has_forgotten, launch_error, was_bad
 from dsec.backends.container.instance import ContainerInstance, connect_at
 from dsec.backends.container.keptcgroups import KeptCgroups
 from dsec.backends.container.launcher import Launcher, LauncherRefusal
@@ -38,9 +39,8 @@ from dsec.backends.container.plan import (
     limit_files,
     plan_claim,
     plan_launch,
-    sandbox_directory,
     shape_of,
-    socket_path,
+    under_names,
 )
 from dsec.backends.container.prepared import PreparedContainers
 from dsec.backends.container.record import ContainerRecord, parse_record, record_of
@@ -49,7 +49,6 @@ from dsec.backends.container.view import LIVE, STATIC, choose_view, find_lxcfs, 
 from dsec.backends.steering import why_not_steered
 from dsec.binaries import find_binary
 from dsec.core.errors import (
-    DeadlineError,
     DsecError,
     GoneError,
     HostError,
@@ -78,7 +77,6 @@ from dsec.wire.launch import (
     HelloAnswer,
     HelloArgs,
     Launched,
-    LaunchFailure,
     LaunchOp,
     LaunchPlan,
     LayerMount,
@@ -92,13 +90,6 @@ from dsec.wire.node import Done
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROBE_S = 20.0
 _CLAIM_S = 10.0  # a few system calls
-# Steps that mount on what the image has, and what they meet where it has a link or a file instead.
-_IMAGE_STEPS = frozenset({"etc", "binds", "proc", "mounts"})
-_NO_DIRECTORY = frozenset({"ELOOP", "ENOTDIR", "EINVAL", "EISDIR", "EEXIST"})
-_IMAGE_HINT = (
-    "in the image /dev, /etc, /proc and /sys must be directories or missing, and /etc/hosts, /etc/hostname and "
-    "/etc/resolv.conf no directories; a symbolic link in their place is not followed"
-)
 _LXCFS_S = 5.0
 _LXCFS_POLL_S = 0.01
 _STARTING = "lxcfs is starting"
@@ -237,7 +228,7 @@ class ContainerBackend:
         except Exception as error:
             # Its caller may be cancelled now, too.
             await asyncio.shield(self._clean_later(self.remove(record)))
-            raise _launch_error(instance.id, error) from error
+            raise launch_error(instance.id, error) from error
 
     def _take_prepared(self, instance: InstanceSpec, plan: LaunchPlan) -> LaunchPlan | None:
         """One whose disk is to be limited, or that is made for later, begins from nothing."""
@@ -289,11 +280,13 @@ class ContainerBackend:
             try:
                 return await self.launcher.request(LaunchOp.LAUNCH, plan, Launched, timeout_s=deadline_s)
             except LauncherRefusal as refusal:
-                if not _forgot(refusal.failure):
+                forgot = has_forgotten(refusal.failure)
+                if not (forgot or was_bad(plan, refusal.failure)):
                     raise
-            # The launcher was restarted between registering and launching; it knows nothing of before.
-            self._registered.clear()
-            await self._register(layers)
+            if forgot:
+                # The launcher was restarted between registering and launching; it knows nothing of before.
+                self._registered.clear()
+                await self._register(layers)
             return await self.launcher.request(LaunchOp.LAUNCH, plan, Launched, timeout_s=deadline_s)
         except BaseException:
             if self._kept is not None:
@@ -542,57 +535,24 @@ class ContainerBackend:
             lxcfs=self._view.lxcfs,
         )
         self._prepared = PreparedContainers(
-            config.prepared, named=self._renamed, ids=self._ids, launcher=self._launcher, boot_id=self._boot_id
+            config.prepared,
+            named=lambda plan: under_names(plan, config, new_sandbox_id(self._node)),
+            ids=self._ids,
+            launcher=self._launcher,
+            boot_id=self._boot_id,
         )
         open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         return HostFacts(self._host, parent, open_files, self._view.kind, masks.needed())
-
-    def _renamed(self, plan: LaunchPlan) -> LaunchPlan:
-        """Under the names of a new one."""
-        name = new_sandbox_id(self._node)
-        return msgspec.structs.replace(
-            plan,
-            sandbox=name,
-            directory=str(sandbox_directory(self._config, name)),
-            socket=str(socket_path(self._config, name)),
-            cgroup2=plan.cgroup2 and str(Path(plan.cgroup2).parent / name),
-            cgroup1={controller: str(Path(path).parent / name) for controller, path in plan.cgroup1.items()},
-        )
 
 
 async def _no_intent(record: bytes) -> None:
     """A probe is gone again before anything could be adopted."""
 
 
-def _launch_error(id: str, error: Exception) -> DsecError:
-    if isinstance(error, LauncherRefusal):
-        failure = error.failure
-        return LaunchError(
-            f"{id} could not be started: step {failure.step}: {failure.errno or ''} {failure.detail}".rstrip(),
-            hint=_IMAGE_HINT if failure.step in _IMAGE_STEPS and failure.errno in _NO_DIRECTORY else None,
-            sandbox=id,
-            step=failure.step,
-            detail={"errno": failure.errno} if failure.errno else None,
-        )
-    if isinstance(error, DeadlineError):
-        return DeadlineError(f"{id} was not ready in time and has been removed", sandbox=id, outcome=Outcome.GONE)
-    if isinstance(error, ProcessLookupError):
-        return LaunchError(f"the agent of {id} ended as soon as it had started", sandbox=id, step="agent")
-    if isinstance(error, DsecError):
-        error.sandbox = id
-        return error
-    return LaunchError(f"{id} could not be started: {error}", sandbox=id, step="node")
-
-
 def _gone_while_away(id: str) -> GoneError:
     return GoneError(
         f"{id} ended while its node was away; how is not known", detail={"cause": EndCause.SANDBOX_FAULT.value}
     )
-
-
-def _forgot(failure: LaunchFailure) -> bool:
-    """A plan names nothing that may be missing but filters and layers, which are registered."""
-    return failure.step == "check" and failure.errno == "ENOENT"
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -182,6 +182,18 @@ def socket_path(config: ContainerConfig, sandbox: str) -> Path:
     return config.run_dir / "sb" / f"{sandbox}.sock"
 
 
+def under_names(plan: LaunchPlan, config: ContainerConfig, name: str) -> LaunchPlan:
+    """The same for another sandbox, by what the launcher calls it."""
+    return msgspec.structs.replace(
+        plan,
+        sandbox=name,
+        directory=str(sandbox_directory(config, name)),
+        socket=str(socket_path(config, name)),
+        cgroup2=plan.cgroup2 and str(Path(plan.cgroup2).parent / name),
+        cgroup1={controller: str(Path(path).parent / name) for controller, path in plan.cgroup1.items()},
+    )
+
+
 def _etc_files(hostname: str, spec: SandboxSpec) -> list[EtcFile]:
     own = hostname if spec.member in (None, hostname) else f"{hostname} {spec.member}"
     hosts = f"127.0.0.1\tlocalhost {own}\n::1\tlocalhost ip6-localhost ip6-loopback\n"

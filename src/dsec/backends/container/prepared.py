@@ -8,6 +8,7 @@ create has been under way for a moment, each for the shape that was asked for la
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -129,8 +130,10 @@ class PreparedContainers:
             self._filling.cancel()
         while self._ready:
             self._remove_later(self._ready.popleft()[1])
-        if self._removing:
-            await asyncio.wait(self._removing, timeout=_REMOVE_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REMOVE_S):
+                while self._removing:  # one that is just being made is removed after that
+                    await asyncio.wait(self._removing)
 
     def _remove_later(self, plan: LaunchPlan) -> None:
         task = asyncio.get_running_loop().create_task(self._remove(plan))
