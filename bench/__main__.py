@@ -57,9 +57,11 @@ from dsec.wire.api import STATE_DIR_ROOT
 _DOCS = Path(__file__).resolve().parent.parent / "docs"
 COLD = "dsec create + first exec"
 WARM = "dsec create + first exec, from the warm pool"
+BARE = "dsec create + first exec, nothing made ahead"
 EXEC = "dsec exec true"
 SPAWN = "posix_spawn + one loopback call"
 # Enough that a burst of the bench finds some, and that what is made meanwhile is little.
+_BARE = "prepared = 0"
 _WARM = "[node.warm]\nspares_max = 8\nlow = 4\nhigh = 8"
 
 
@@ -103,7 +105,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Series]]:
-    """On services of the bench's own: one that has no spares, and one that keeps some."""
+    """On services of the bench's own: one as everybody has it, one that makes nothing ahead, one that keeps spares."""
     environment, described = options.environment, machine.describe()
     with contextlib.ExitStack() as stack:
         layers = EnvironmentStore(options.state).resolve(Environment(environment)).layers
@@ -114,9 +116,10 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Seri
         )
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dsec-bench-")))
         cold = stack.enter_context(private_service(options.state))
+        bare = stack.enter_context(private_service(options.state, _BARE))
         warm = stack.enter_context(private_service(options.state, _WARM))
         phases = Phases()
-        create = measure_create(cold, warm, environment, rootfs, scratch, options.rounds, phases)
+        create = measure_create(cold, bare, warm, environment, rootfs, scratch, options.rounds, phases)
         execs = measure_exec(cold.client, environment, options.rounds * 5)
         sustained = {
             "cold": measure_sustained(cold.client, environment, options.sustained),
@@ -125,7 +128,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Seri
         result = {
             "date": time.strftime("%Y-%m-%d"),
             "machine": described,
-            "create": summarise(create, floor="floor", subjects=(COLD, WARM)),
+            "create": summarise(create, floor="floor", subjects=(COLD, BARE, WARM)),
             "phases": {name: one.summary() for name, one in phases.series.items()},
             "exec": summarise(execs, floor=SPAWN, subjects=(EXEC,)),
             "sustained": sustained,
@@ -150,6 +153,7 @@ class Phases:
 
 def measure_create(
     cold: PrivateService,
+    bare: PrivateService,
     warm: PrivateService,
     environment: str,
     rootfs: Path,
@@ -168,6 +172,7 @@ def measure_create(
     measures: dict[str, Measure | None] = {
         "floor": peers.floor(find_binary("dsec-floor"), rootfs),
         COLD: lambda: [create_once(cold.client, environment, phases)],
+        BARE: lambda: [create_once(bare.client, environment, None)],
         WARM: from_pool,
         "bwrap true": peers.bwrap(rootfs),
         "runc run true": peers.runc(rootfs, scratch),

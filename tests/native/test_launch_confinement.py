@@ -162,7 +162,7 @@ def test_below_the_root_there_is_nothing(sandbox: tuple[LaunchClient, LaunchPlan
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     assert done.stdout.splitlines() == [
-        "['empty', 'root', 'scratch'] [] ['dev', 'etc', 'shm']",  # the last is the sandbox's own
+        "['empty', 'root', 'scratch'] [] ['dev', 'etc', 'proc', 'shm']",  # the last is the sandbox's own
         "masked",
         "umount EINVAL",
         "move EINVAL",

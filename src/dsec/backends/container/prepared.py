@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -28,6 +28,22 @@ log = get_logger(__name__)
 _QUIET_S: Final = 0.05  # after a create its caller uses the sandbox, and would share the machine with this
 _FAILED_S: Final = 30.0  # after one that could not be made
 _REMOVE_S: Final = 20.0
+
+# Of whoever asked last nothing is in what is made for the next.
+_OF_NOBODY: Final[dict[str, Any]] = {
+    "lowers": [],
+    "hostname": "prepared",
+    "etc_files": [],
+    "env": {},
+    "user": None,
+    "workdir": None,
+    "view": None,
+    "volumes": [],
+    "devices": [],
+    "binds": [],
+    "named": "",
+    "tries_out": False,
+}
 
 Named = Callable[[LaunchPlan], LaunchPlan]
 
@@ -108,9 +124,7 @@ class PreparedContainers:
     async def _make(self, pattern: LaunchPlan) -> None:
         plan = self._named(pattern)
         id_base = self._ids.take(plan.cgroup2 or next(iter(plan.cgroup1.values())))
-        plan = msgspec.structs.replace(
-            plan, id_base=id_base, lowers=[], env={}, user=None, workdir=None, cgroup1_from={}, named=""
-        )
+        plan = msgspec.structs.replace(plan, id_base=id_base, **_OF_NOBODY)
         try:
             await self._launcher.request(LaunchOp.PREPARE, plan, Done)
         except BaseException:
