@@ -7,8 +7,11 @@ use std::time::Instant;
 use crate::limits::{BINDINGS_MAX, NAMES_OF_ADDRESS_MAX};
 use crate::policy::Name;
 
+/// Looked through only when one may have ended: there may be thousands of sandboxes.
 #[derive(Default)]
 pub struct Bindings {
+    /// None ends before.
+    first_end: Option<Instant>,
     of: HashMap<IpAddr, Vec<(Name, Instant)>>,
     /// In the order in which they were first bound; none that is not in `of`.
     order: VecDeque<(IpAddr, Name)>,
@@ -17,6 +20,7 @@ pub struct Bindings {
 impl Bindings {
     /// A later end than the one it has counts. Beyond the bounds the oldest go.
     pub fn bind(&mut self, address: IpAddr, name: &Name, until: Instant) {
+        self.first_end = Some(self.first_end.map_or(until, |first| first.min(until)));
         if let Some(names) = self.of.get_mut(&address) {
             if let Some((_, end)) = names.iter_mut().find(|(known, _)| known == name) {
                 *end = until.max(*end);
@@ -50,13 +54,14 @@ impl Bindings {
 
     /// Those that have ended go.
     pub fn sweep(&mut self, now: Instant) {
-        if !self.of.values().flatten().any(|(_, until)| *until <= now) {
+        if self.first_end.map_or(true, |first| first > now) {
             return;
         }
         for names in self.of.values_mut() {
             names.retain(|(_, until)| *until > now);
         }
         self.of.retain(|_, names| !names.is_empty());
+        self.first_end = self.of.values().flatten().map(|(_, until)| *until).min();
         let of = &self.of;
         self.order.retain(|(address, name)| {
             of.get(address)
@@ -103,8 +108,10 @@ mod tests {
 
         bindings.sweep(later(10));
         assert_eq!(names_of(&bindings, "1.1.1.1", now), ["b.org"]);
+        assert_eq!(bindings.first_end, Some(later(20)));
         bindings.sweep(later(20));
         assert!(bindings.of.is_empty() && bindings.order.is_empty());
+        assert_eq!(bindings.first_end, None);
     }
 
     #[test]

@@ -282,7 +282,7 @@ fn host_header(mut bytes: &[u8]) -> Header<'_> {
         if name.is_empty() || !name.iter().all(|byte| byte.is_ascii_graphic()) {
             return Header::Unreadable;
         }
-        if value.iter().any(|byte| matches!(byte, 0 | b'\r')) {
+        if !is_one_line(value) {
             return Header::Unreadable;
         }
         if !name.eq_ignore_ascii_case(b"host") {
@@ -293,6 +293,14 @@ fn host_header(mut bytes: &[u8]) -> Header<'_> {
             _ => return Header::Unreadable,
         }
     }
+}
+
+/// What no value may have is the end of a line to some servers, as is NEL, which letters beyond ASCII may have inside: that is
+/// one where a host follows.
+fn is_one_line(value: &[u8]) -> bool {
+    let good = |byte: &u8| matches!(byte, b'\t' | b' '..=b'~' | 0x80..);
+    let mut parts = value.split(|byte| *byte == 0x85).skip(1);
+    value.iter().all(good) && !parts.any(|part| part.to_ascii_lowercase().starts_with(b"host"))
 }
 
 /// A host with or without its port: Some(None) for the connection's own address; None for what is neither.
