@@ -48,6 +48,21 @@ def test_layers_are_mounted_also_while_the_supervisor_is_dead(site: Site) -> Non
         os.close(top)
 
 
+def test_it_has_the_rights_that_it_needs_and_no_others(site: Site) -> None:
+    needed = {0, 1, 2, 3, 4, 14, 19, 21, 24}  # files, memory that stays, who has a device open, mounts, limits
+    os.kill(site.loader.hello().pid, signal.SIGKILL)  # the next one has no more
+    until(site.loader.is_running)
+    for pid in (site.loader.hello().pid, supervisor(site)):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        status = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        for name in ("CapPrm", "CapEff", "CapBnd"):
+            held = int(status[name], 16)
+            assert {number for number in range(64) if held >> number & 1} <= needed, name
+        assert status["NoNewPrivs"] == "1"
+        limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
+        assert [line.split()[4:6] for line in limits if line.startswith("Max core")] == [["0", "0"]]
+
+
 @pytest.mark.parametrize("site", ["fuse"], indirect=True)
 def test_a_mount_that_is_taken_away_is_made_again(site: Site) -> None:
     os.close(site.mount())

@@ -11,6 +11,8 @@ from dsec.backends.fncall.config import CallsConfig, DeviceMode, PoolConfig, Qos
 from dsec.core.cpus import parse_cpus
 from dsec.core.errors import DsecError, InvalidArgumentError
 from dsec.serve.config import load_config
+from dsec.wire.calls import CallRequest
+from dsec.wire.codec import from_json
 
 FILE = """
 [calls]
@@ -86,6 +88,17 @@ def test_the_first_table_that_fits_holds_and_what_it_leaves_out_is_as_for_all(tm
 def test_what_cannot_be_is_refused_at_the_start(tmp_path: Path, pool: str) -> None:
     with pytest.raises(InvalidArgumentError):
         load(tmp_path, f"[calls]\nplaces_max = 8\n[calls.pools.x]\n{pool}\n")
+
+
+def test_neither_a_pool_nor_a_call_has_a_network(tmp_path: Path) -> None:
+    pool = '[calls.pools.x]\nenvironment = "a"\ntype = "sh"\nplaces_min = 1\n'
+    load(tmp_path, pool)
+    with pytest.raises(InvalidArgumentError, match="network"):
+        load(tmp_path, f'{pool}network = "proxied"\n')
+    call = b'{"type": "sh", "code": ""'
+    from_json(call + b"}", CallRequest)
+    with pytest.raises(InvalidArgumentError, match="network"):
+        from_json(call + b', "network": "proxied"}', CallRequest)
 
 
 def test_lists_of_processors_are_read_as_the_kernel_writes_them() -> None:

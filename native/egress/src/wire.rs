@@ -1,6 +1,7 @@
 //! Messages between a node and this program; the twin of src/dsec/wire/egress.py, which binds.
 
-use dsec_protocol::desk::{self, Failure, Head};
+use dsec_protocol::desk::{self, Head};
+use dsec_protocol::failing;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -118,11 +119,7 @@ pub fn args_of<T: DeserializeOwned>(message: &[u8]) -> Result<T> {
 }
 
 pub fn reply<T: Serialize>(id: u64, result: &Result<T>) -> Vec<u8> {
-    let failure = |error: &Error| Failure {
-        code: error.code(),
-        message: error.to_string(),
-    };
-    desk::reply(id, result.as_ref().map_err(failure).as_ref().map(|ok| *ok))
+    failing::answer(id, result.as_ref())
 }
 
 pub fn told(denied: &Denied) -> Vec<u8> {

@@ -26,6 +26,8 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
+use dsec_sys::{identity, rights};
+
 use crate::error::{Doing, Error, Result};
 use crate::front::Wish;
 use crate::library::Settings;
@@ -64,6 +66,18 @@ struct Options {
     again: bool,
     resends: bool,
 }
+
+/// Files whoever's they are; groups of fanotify, mounts and block devices, and who has one open; limits, and not to be killed
+/// first.
+const RIGHTS: u64 = rights::CAP_CHOWN
+    | rights::CAP_DAC_OVERRIDE
+    | rights::CAP_DAC_READ_SEARCH
+    | rights::CAP_FOWNER
+    | rights::CAP_FSETID
+    | rights::CAP_IPC_LOCK
+    | rights::CAP_SYS_PTRACE
+    | rights::CAP_SYS_ADMIN
+    | rights::CAP_SYS_RESOURCE;
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -132,6 +146,7 @@ fn run(options: Options, words: &[String]) -> Result<ExitCode> {
     // Signed URLs and images with set-user-id programs are nobody else's.
     dsec_sys::process::set_umask(0o077);
     protect();
+    give_up_all_but(RIGHTS)?;
     if options.keep {
         keeper::run(&place, &cache, words)?;
         return Ok(ExitCode::SUCCESS);
@@ -211,6 +226,16 @@ fn detach(place: &Place, words: &[String]) -> Result<ExitCode> {
         "the supervisor does not serve within {} s",
         START_TIMEOUT.as_secs()
     )))
+}
+
+/// It reads what strangers have made: no right that it does not need, none that comes back by starting a program, and no core
+/// with what sandboxes read.
+fn give_up_all_but(keep: u64) -> Result<()> {
+    let held = rights::bounding_set();
+    identity::no_new_privileges()
+        .and_then(|()| rights::give_up(held & !keep))
+        .and_then(|()| identity::set_limit(libc::RLIMIT_CORE, 0, 0))
+        .doing("giving rights up")
 }
 
 /// It answers page faults: the kernel is asked to kill anything else first. Not everywhere may it be asked.

@@ -1,6 +1,6 @@
 //! Messages between a node and this program; the twin of src/dsec/wire/loader.py, which binds.
 
-use dsec_protocol::desk::{self, Failure};
+use dsec_protocol::{desk, failing};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -171,13 +171,9 @@ pub fn decode_args<T: DeserializeOwned>(message: &[u8]) -> Result<T> {
 
 /// An answer that is too long becomes an error for whoever asked.
 pub fn encode_ok<T: Serialize>(id: u64, ok: &T) -> Vec<u8> {
-    desk::reply::<_, Failure>(id, Ok(ok))
+    failing::answer(id, Ok(ok))
 }
 
 pub fn encode_error(id: u64, error: &Error) -> Vec<u8> {
-    let failure = Failure {
-        code: error.code(),
-        message: error.to_string(),
-    };
-    desk::reply::<Nothing, _>(id, Err(&failure))
+    failing::answer::<Nothing>(id, Err(error))
 }

@@ -4,6 +4,7 @@ pub mod codec;
 pub mod desk;
 pub mod error;
 pub mod exec;
+pub mod failing;
 pub mod files;
 pub mod frames;
 pub mod limits;

@@ -13,7 +13,10 @@ pub const CAP_SETGID: u64 = 1 << 6;
 pub const CAP_SETUID: u64 = 1 << 7;
 pub const CAP_LINUX_IMMUTABLE: u64 = 1 << 9;
 pub const CAP_NET_ADMIN: u64 = 1 << 12;
+pub const CAP_IPC_LOCK: u64 = 1 << 14;
+pub const CAP_SYS_PTRACE: u64 = 1 << 19;
 pub const CAP_SYS_ADMIN: u64 = 1 << 21;
+pub const CAP_SYS_RESOURCE: u64 = 1 << 24;
 pub const CAP_MKNOD: u64 = 1 << 27;
 pub const CAP_MAC_OVERRIDE: u64 = 1 << 32;
 /// Capabilities that the kernel asks about when files are used: those that setfsuid(2) drops.

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import os
 import socket
-import subprocess
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -16,7 +15,6 @@ import msgspec
 
 from dsec.binaries import find_binary
 from dsec.core.errors import (
-    CapacityError,
     DeadlineError,
     DsecError,
     HostError,
@@ -26,7 +24,7 @@ from dsec.core.errors import (
     UnavailableError,
 )
 from dsec.observe.logs import get_logger
-from dsec.storage.locks import try_lock
+from dsec.storage import desk
 from dsec.wire.codec import pack, unpack
 from dsec.wire.egress import (
     MESSAGE_BYTES_MAX,
@@ -52,10 +50,8 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 _REQUEST_S: Final = 30.0
-_START_S: Final = 20.0
 _POLL_S: Final = 0.02
 _AGAIN_S: Final = (0.05, 5.0)  # between attempts to have all attached again: at first, at most
-_HELD: Final = 3  # its exit code when another one has the run directory
 
 Rules = tuple[EgressRule, ...] | None
 
@@ -163,7 +159,7 @@ class Egress:
         self._attached.clear()
         await self._stop_attaching()
         try:
-            async with asyncio.timeout(_START_S):
+            async with asyncio.timeout(desk.START_S):
                 while self._is_held():
                     with contextlib.suppress(UnavailableError):
                         if self._socket is None and not await self._connected_now():
@@ -172,7 +168,7 @@ class Egress:
                         await self._exchange(EgressOp.SHUTDOWN, {}, dict)
                     await asyncio.sleep(_POLL_S)
         except TimeoutError as error:
-            raise DeadlineError(f"dsec-egress in {self._run_dir} does not end within {_START_S:g} s") from error
+            raise DeadlineError(f"dsec-egress in {self._run_dir} does not end within {desk.START_S:g} s") from error
         await self.close()
 
     # ---- again after its death -------------------------------------------------------------------
@@ -282,7 +278,7 @@ class Egress:
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + _START_S
+        until_s = loop.time() + desk.START_S
         while not await self._connected_now():
             if loop.time() >= until_s:
                 raise UnavailableError(
@@ -318,31 +314,19 @@ class Egress:
 
     def _is_held(self) -> bool:
         """Whether one has the run directory: the lock says."""
-        try:
-            fd = os.open(self._run_dir / "egress.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return False
-        try:
-            return not try_lock(fd, shared=True)
-        finally:
-            os.close(fd)
+        return desk.is_held(self._run_dir / "egress.lock")
 
     async def _start(self) -> bool:
-        """It puts itself into the background and exits 0 once it serves. False: another one holds the run directory,
-        and may just be coming up, or be on its way out."""
+        """False: another one holds the run directory."""
         log_path = self._run_dir / "egress.log"
         words = [*self._wrap, os.fspath(self._binary or find_binary("dsec-egress")), "--run", os.fspath(self._run_dir)]
         try:
             self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            code = await asyncio.to_thread(_run, words, log_path)
-        except subprocess.TimeoutExpired as error:
-            raise UnavailableError(f"dsec-egress did not serve within {_START_S:g} s", retry_after_s=5.0) from error
         except OSError as error:
-            raise HostError(f"cannot run {words[0]}, with its log in {self._run_dir}: {error}") from error
-        if code not in (0, _HELD):
-            said = log_path.read_text(errors="replace").strip()[-300:]
-            raise HostError(f"dsec-egress does not start: {said or 'no message'}", hint="see `dsec doctor`")
-        return code == 0
+            raise HostError(f"cannot make the run directory {self._run_dir}: {error}") from error
+        return await asyncio.to_thread(
+            desk.start, "dsec-egress", words, log_path, hint="see `dsec doctor`", keep_log=True
+        )
 
     def _disconnect(self, error: Exception) -> None:
         link, self._socket = self._socket, None
@@ -375,27 +359,6 @@ class Egress:
             waiting.set_result(reply)
 
 
-def _run(words: list[str], log_path: Path) -> int:
-    with log_path.open("ab") as output:
-        done = subprocess.run(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            cwd="/",
-            timeout=_START_S,
-            check=False,
-        )
-    return done.returncode
-
-
 def _error_of(op: EgressOp, failure: EgressFailure) -> DsecError:
     text = f"dsec-egress refuses {op.value}: {failure.message}"
-    if failure.code == "not_found":
-        return NotFoundError(text)
-    if failure.code == "invalid":
-        return InvalidArgumentError(text)
-    if failure.code == "busy":
-        return CapacityError(text)
-    return HostError(text, hint="a network needs Linux 5.9 with BPF for root; see `dsec doctor`")
+    return desk.error_of(text, failure.code, hint="a network needs Linux 5.9 with BPF for root; see `dsec doctor`")

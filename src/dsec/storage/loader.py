@@ -16,21 +16,17 @@ import msgspec
 
 from dsec.binaries import find_binary
 from dsec.core.errors import (
-    CapacityError,
     DeadlineError,
-    HostError,
     InvalidArgumentError,
-    NotFoundError,
     ProtocolError,
     UnavailableError,
 )
-from dsec.storage.locks import try_lock
+from dsec.storage import desk
 from dsec.wire import codec
 from dsec.wire.loader import (
     MESSAGE_BYTES_MAX,
     HelloAnswer,
     HelloArgs,
-    LoaderFailure,
     LoaderOp,
     LoaderReply,
     LoaderRequest,
@@ -40,9 +36,7 @@ T = TypeVar("T")
 
 FRONTS: Final = ("auto", "fuse", "fanotify")  # how readers come to chunks; auto: FUSE, where there is any
 _REQUEST_S: Final = 60.0
-_START_S: Final = 20.0
 _POLL_S: Final = 0.02
-_HELD: Final = 3  # its exit code when another one has the run directory
 
 
 class Loader:
@@ -128,12 +122,12 @@ class Loader:
 
     def shutdown(self) -> None:
         """End it: nothing may read through it any more. One that does not run is fine. Raises DeadlineError."""
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + desk.START_S
         with self._mutex:
             # Its worker may be dead at the moment, and another one about to take its place.
             while self._is_held():
                 if time.monotonic() > deadline:
-                    raise DeadlineError(f"dsec-loader in {self._run_dir} does not end within {_START_S:g} s")
+                    raise DeadlineError(f"dsec-loader in {self._run_dir} does not end within {desk.START_S:g} s")
                 with contextlib.suppress(OSError):
                     link = self._socket or self._connect()
                     self._socket = link
@@ -144,14 +138,7 @@ class Loader:
 
     def _is_held(self) -> bool:
         """Whether a loader has the run directory: the lock says."""
-        try:
-            fd = os.open(self._run_dir / "loader.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return False
-        try:
-            return not try_lock(fd, shared=True)
-        finally:
-            os.close(fd)
+        return desk.is_held(self._run_dir / "loader.lock")
 
     def _exchange(self, link: socket.socket, op: LoaderOp, args: Any, answer: type[T]) -> T:
         message_id = self._next_id
@@ -199,31 +186,13 @@ class Loader:
         words = [os.fspath(self._binary or find_binary("dsec-loader"))]
         words += ["--run", os.fspath(self._run_dir), "--cache", os.fspath(self._cache_dir)]
         words += ["--cache-bytes", str(self._cache_bytes), "--front", self._front]
-        with log.open("wb") as output:
-            try:
-                done = subprocess.run(
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    cwd="/",
-                    timeout=_START_S,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired as error:
-                raise UnavailableError(f"dsec-loader did not serve within {_START_S:g} s", retry_after_s=5.0) from error
-        if done.returncode not in (0, _HELD):
-            said = log.read_text(errors="replace").strip()[-300:]
-            raise HostError(
-                f"dsec-loader does not start: {said or 'no message'}",
-                hint="layers of a store need FUSE, or fanotify of Linux 6.14; see `dsec doctor`",
-            )
+        hint = "layers of a store need FUSE, or fanotify of Linux 6.14; see `dsec doctor`"
+        desk.start("dsec-loader", words, log, hint=hint, keep_log=False)
         self._socket = self._connect_soon()
 
     def _connect_soon(self) -> socket.socket:
         """A worker that takes the place of a dead one needs a moment."""
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + desk.START_S
         while True:
             try:
                 return self._connect()
@@ -250,22 +219,11 @@ def _answer_in(data: bytes, message_id: int, op: LoaderOp, answer: type[T]) -> T
     if reply.id != message_id:
         raise ProtocolError(f"the loader answered request {reply.id} instead of {message_id}")
     if reply.error is not None:
-        raise _error_of(op, reply.error)
+        raise desk.error_of(f"the loader refuses {op.value}: {reply.error.message}", reply.error.code)
     try:
         return msgspec.convert(reply.ok, answer)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"the loader's answer to {op.value} is not understood: {error}") from error
-
-
-def _error_of(op: LoaderOp, failure: LoaderFailure) -> Exception:
-    text = f"the loader refuses {op.value}: {failure.message}"
-    if failure.code == "not_found":
-        return NotFoundError(text)
-    if failure.code == "invalid":
-        return InvalidArgumentError(text)
-    if failure.code == "busy":
-        return CapacityError(text)
-    return HostError(text)
 
 
 def has_pre_content_events(binary: Path, directory: Path) -> bool:
@@ -274,7 +232,7 @@ def has_pre_content_events(binary: Path, directory: Path) -> bool:
         directory = directory.parent
     words = [os.fspath(binary), "--probe", "--run", "/", "--cache", os.fspath(directory), "--cache-bytes", "1"]
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_START_S, check=False)
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=desk.START_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
@@ -284,7 +242,7 @@ def why_no_block_devices(binary: Path) -> str | None:
     """Why layers cannot be block devices on this machine; None when they can."""
     words = [os.fspath(binary), "--probe-blocks"]
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_START_S, check=False)
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=desk.START_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the loader does not say: {error}"
     if done.returncode == 0:
