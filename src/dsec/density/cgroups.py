@@ -155,7 +155,8 @@ def plan_cgroups(
             files1[controller] = v1_files
     if _V1_CPU_TIME in host.v1:
         files1[_V1_CPU_TIME] = {}
-    directories1 = {controller: str(host.v1[controller] / parent / name) for controller in files1}
+    # As text: paths are put together for each create, and as objects that was most of its plan.
+    directories1 = {controller: f"{host.v1[controller]}/{parent}/{name}" for controller in files1}
     if cpus is not None:
         if host.cpuset is None:
             raise UnsupportedError(
@@ -166,9 +167,9 @@ def plan_cgroups(
         else:
             # Of a new directory both are empty, and nothing can be in it until they are not.
             files1[_CPUSET] = {"cpuset.cpus": cpus, "cpuset.mems": host.cpuset_memories}
-            directories1[_CPUSET] = str(host.cpuset / parent / name)
+            directories1[_CPUSET] = f"{host.cpuset}/{parent}/{name}"
     return CgroupPlan(
-        cgroup2=str(host.v2 / parent / name) if host.v2 else None,
+        cgroup2=f"{host.v2}/{parent}/{name}" if host.v2 else None,
         cgroup2_files=files2,
         cgroup1=directories1,
         cgroup1_files=files1,

@@ -107,6 +107,7 @@ class ContainerBackend:
         self._view = choose_view(config.resource_view, self._host, find_lxcfs())
         self._no_network = why_not_steered() if config.proxied else "the configuration offers none"
         self._no_live_view: str | None = None  # what the launcher says of lxcfs
+        self._capabilities: tuple[str | None, Capabilities] | None = None  # with the answer that they were made with
         self._knows_views = True
         self._knows_light = False
         self._keeps_cgroups = False
@@ -129,6 +130,12 @@ class ContainerBackend:
 
     @property
     def capabilities(self) -> Capabilities:
+        known = self._capabilities
+        if known is None or known[0] != self._no_live_view:
+            known = self._capabilities = (self._no_live_view, self._able())
+        return known[1]
+
+    def _able(self) -> Capabilities:
         return Capabilities(
             substrate=Substrate.CONTAINER,
             networks=frozenset({NetworkMode.NONE} if self._no_network else {NetworkMode.NONE, NetworkMode.PROXIED}),

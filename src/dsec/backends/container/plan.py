@@ -61,7 +61,7 @@ def holder_directory(facts: HostFacts, sandbox: str) -> str:
     roots = [facts.cgroups.v2] if facts.cgroups.v2 else list(facts.cgroups.v1.values())
     if not roots:
         raise UnsupportedError("this host has no cgroup hierarchy", hint="mount cgroup2 at /sys/fs/cgroup")
-    return str(roots[0] / facts.cgroup_parent / sandbox)
+    return f"{roots[0]}/{facts.cgroup_parent}/{sandbox}"
 
 
 def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFacts, *, id_base: int) -> LaunchPlan:
@@ -87,12 +87,12 @@ def plan_launch(instance: InstanceSpec, config: ContainerConfig, facts: HostFact
         sandbox=instance.id,
         id_base=id_base,
         lowers=[layer.digest for layer in instance.layers],
-        directory=str(sandbox_directory(config, instance.id)),
+        directory=sandbox_directory(config, instance.id),
         # Files in memory count against the memory limit anyway, so that is the bound where none is asked for.
         upper_tmpfs_bytes=(
             (spec.disk_bytes or spec.memory_bytes) if config.disk == "tmpfs" or instance.upper_in_memory else None
         ),
-        socket=str(socket_path(config, instance.id)),
+        socket=socket_path(config, instance.id),
         hostname=hostname,
         etc_files=_etc_files(hostname, spec),
         masks=list(facts.masks),
@@ -174,12 +174,12 @@ def limit_files(plan: LaunchPlan, *, cgroup2: str | None, cgroup1: Mapping[str, 
     return files
 
 
-def sandbox_directory(config: ContainerConfig, sandbox: str) -> Path:
-    return config.sandboxes_dir / sandbox
+def sandbox_directory(config: ContainerConfig, sandbox: str) -> str:
+    return f"{config.state_dir}/sandboxes/{sandbox}"
 
 
-def socket_path(config: ContainerConfig, sandbox: str) -> Path:
-    return config.run_dir / "sb" / f"{sandbox}.sock"
+def socket_path(config: ContainerConfig, sandbox: str) -> str:
+    return f"{config.run_dir}/sb/{sandbox}.sock"
 
 
 def under_names(plan: LaunchPlan, config: ContainerConfig, name: str) -> LaunchPlan:
@@ -187,8 +187,8 @@ def under_names(plan: LaunchPlan, config: ContainerConfig, name: str) -> LaunchP
     return msgspec.structs.replace(
         plan,
         sandbox=name,
-        directory=str(sandbox_directory(config, name)),
-        socket=str(socket_path(config, name)),
+        directory=sandbox_directory(config, name),
+        socket=socket_path(config, name),
         cgroup2=plan.cgroup2 and str(Path(plan.cgroup2).parent / name),
         cgroup1={controller: str(Path(path).parent / name) for controller, path in plan.cgroup1.items()},
     )
