@@ -89,8 +89,8 @@ async def test_a_library_that_is_loaded_into_every_program_is_not_loaded_into_ou
     assert "evil.so" in result.stderr
 
 
-async def test_a_tree_of_two_hundred_directories_is_built_used_and_removed(
-    node: tuple[Place, AsyncClient], root: Path
+async def test_a_tree_of_two_hundred_directories_is_built_used_carried_and_removed(
+    node: tuple[Place, AsyncClient], root: Path, tmp_path: Path
 ) -> None:
     place, client = node
     deep = "/d" * 200
@@ -103,6 +103,10 @@ async def test_a_tree_of_two_hundred_directories_is_built_used_and_removed(
         assert (await sandbox.exec(f"echo more > {deep}/g; ls {deep}")).stdout == "f\ng\n"
         watch = await sandbox.files.watch("/d", recursive=True)
         await watch.close()
+        await sandbox.download("/d", tmp_path / "down")
+        assert (tmp_path / "down" / ("d/" * 199) / "f").read_text() == "bottom"
+        await sandbox.upload(tmp_path / "down", "/up")
+        assert (await sandbox.files.read(f"/up{'/d' * 199}/g")) == "more\n"
         await sandbox.files.remove("/d", recursive=True)
         assert not await sandbox.files.exists("/d")
 
