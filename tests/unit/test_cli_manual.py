@@ -16,7 +16,7 @@ from dsec.cli import completion, console, logs, manual
 from dsec.cli.entry import main as enter
 from dsec.cli.main import app
 from dsec.cli.pages import EXITS, PAGES
-from dsec.cli.top import Row, ordered
+from dsec.cli.top import Row, _cells, ordered
 from dsec.core.variables import VARIABLES, unknown_variables
 from dsec.sdk.results import Chunk
 from dsec.serve.__main__ import _parser
@@ -258,3 +258,10 @@ def test_ctrl_c_before_the_work_begins_leaves_nothing_unawaited(monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         console.run_async(work())
     gc.collect()  # a warning here would be an error
+
+
+def test_a_machine_that_sleeps_is_shown_as_that() -> None:
+    shown = _cells(_sandbox("a", state="paused", memory_bytes=0, asleep=True))
+
+    assert (shown[2], shown[4]) == ("paused (asleep)", "0 B")
+    assert _cells(_sandbox("a", state="paused"))[2] == "paused"

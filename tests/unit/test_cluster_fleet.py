@@ -121,7 +121,7 @@ async def test_that_all_nodes_are_cordoned_or_away_is_the_cause_that_is_told(clu
     for node in NODES:
         await want(cluster.state.registry, node, Wanted.RETIRE)
     await until(lambda: cluster.one.closed() == {})
-    with pytest.raises(CapacityError, match=r"sandbox now$"):
+    with pytest.raises(CapacityError, match=r"sandbox now \(`dsec cluster nodes`"):
         await cluster.create()
 
 

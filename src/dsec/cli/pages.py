@@ -219,7 +219,7 @@ PAGES: Final[dict[str, Page]] = {
             ("dsec top --once --json", "for programs"),
         ),
         "a list of id, name, project, state, cpu_percent, memory_bytes, memory_limit_bytes, disk_used_bytes, pids, "
-        "execs_live and age_s; null: the host cannot tell",
+        "execs_live, age_s and asleep; null: the host cannot tell",
     ),
     "shell": Page(
         "All keys go to the sandbox, Ctrl-C too. It ends with the shell; when this terminal goes away, what runs in it "

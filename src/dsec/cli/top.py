@@ -55,6 +55,7 @@ class Row:
     pids: int | None
     execs_live: int
     age_s: float
+    asleep: bool = False  # its memory is on the disk
 
 
 def register(app: typer.Typer) -> None:
@@ -125,7 +126,7 @@ def _row(info: Sandbox, before: Metrics | None, at: float) -> Row:
         id=info.id,
         name=info.name,
         project=info.project,
-        state=f"{info.state} (asleep)" if info.asleep else str(info.state),
+        state=str(info.state),
         cpu_percent=_percent(now, before),
         memory_bytes=now.memory_bytes if now else None,
         memory_limit_bytes=info.memory_bytes,
@@ -133,6 +134,7 @@ def _row(info: Sandbox, before: Metrics | None, at: float) -> Row:
         pids=now.pids if now else None,
         execs_live=now.execs_live if now else info.execs_live,
         age_s=max(0.0, at - info.created_at),
+        asleep=info.asleep,
     )
 
 
@@ -167,7 +169,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.id,
         row.name or "",
-        row.state,
+        f"{row.state} (asleep)" if row.asleep else row.state,
         "" if row.cpu_percent is None else f"{row.cpu_percent:.1f}",
         _size(row.memory_bytes),
         _size(row.memory_limit_bytes),

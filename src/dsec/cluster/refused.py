@@ -42,10 +42,10 @@ def no_node(
         return UnsupportedError(text, hint="`dsec explain` with the same options says why, node by node")
     if reasons and not tried and all(reason.code in (*_LASTING, "size") for reason in reasons.values()):
         return CapacityError(text, hint="ask for less", detail={"never": True})
-    hint = None
+    hint = None if reasons or closed else "`dsec cluster nodes` lists the nodes; `dsec node` on a machine makes it one"
     if not tried and all(reason.code in (*_LASTING, "closed") for reason in reasons.values()):
         shut = [*reasons.values(), *closed.values()]
-        hint = next((reason.hint for reason in shut if reason.hint is not None), None)
+        hint = next((reason.hint for reason in shut if reason.hint is not None), hint)
     return CapacityError(text + (f"; {len(tried)} have refused it" if tried else ""), hint=hint, retry_after_s=1.0)
 
 

@@ -104,7 +104,7 @@ class _Watch:
             await asyncio.sleep(_LOOK_S)
 
     async def look(self) -> None:
-        with contextlib.suppress(DsecError):
+        with contextlib.suppress(Exception):  # also of who hears it: the group is there all the same
             for sandbox in await self._client.list(job=self._name, max_items=2 * len(self._members)):
                 await self._see(sandbox.info)
 

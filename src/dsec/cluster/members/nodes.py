@@ -64,12 +64,16 @@ class NodeView:
         """Of its last term: what it had is known to be gone. While it is lost or retired."""
         return self.member is not None and self.ruling.buried_term >= self.member.term
 
+    @property
+    def _is_stopped(self) -> bool:
+        return self.card is not None and self.card.stopped
+
     def closed(self, now: float) -> str | None:
         """Why it takes nothing new; None: it does."""
         match self.state(now):
             case NodeState.LIVE:
                 pass
-            case NodeState.SUSPECT if self.card is not None and self.card.stopped:
+            case NodeState.SUSPECT if self._is_stopped:
                 return f"it has been stopped, {now - self.heard_at:.0f} s ago"
             case NodeState.SUSPECT:
                 return f"it is late: nothing was heard of it for {now - self.heard_at:.0f} s"
@@ -78,6 +82,8 @@ class NodeView:
                 return f"it is away{since}"
             case state:
                 return f"it is {state}"
+        if self._is_stopped:
+            return "it has been stopped"
         if now < self.floods_until:
             return "it floods the cluster with messages"
         if self.ruling.wanted != Wanted.SERVE:
@@ -86,7 +92,7 @@ class NodeView:
 
     def remedy(self, now: float) -> str | None:
         """What makes it take something new again, where people can."""
-        if self.state(now) in (NodeState.SUSPECT, NodeState.AWAY, NodeState.LOST):
+        if self._is_stopped or self.state(now) in (NodeState.SUSPECT, NodeState.AWAY, NodeState.LOST):
             return f"look after `dsec node` on the machine of node {self.id}: does it run, and reach NATS?"
         if self.ruling.wanted in _RULED:
             return f"`dsec cluster serve {self.id}` lets node {self.id} take new sandboxes again"

@@ -176,7 +176,7 @@ class Patience:
                 str(error),
                 hint="the node asks it, not this client: does the node reach it, and is its name right?",
                 retry_after_s=asked or 5.0,
-                detail={"tried": self._tries},
+                detail={"tried": self._tries} if self._left <= 0 else None,  # a rest that is only too long may be taken
             ) from error
         pause: float = _PAUSE_S * 2 ** (self._tries - self._left - 1)
         self._sleep(max(asked or 0.0, min(pause, _PAUSE_S_MAX) * random.uniform(0.5, 1.0)))
