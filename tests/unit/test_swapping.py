@@ -15,6 +15,7 @@ from dsec.backends.pausedmemory import PausedMemory
 from dsec.core.errors import HostError
 from dsec.core.limits import MIB
 from dsec.density import swapping
+from dsec.density.pagein import Part
 from dsec.density.pageout import PagedOut
 from dsec.density.swapping import CgroupMemory, processes_below
 from dsec.testing.waiting import eventually
@@ -215,3 +216,69 @@ async def test_one_that_takes_too_long_keeps_the_rest(v2: Path, monkeypatch: pyt
 
     assert (v2 / "memory.reclaim").read_text() == "", "what is left is left"
     await memory.keep()
+
+
+# ---- and has it again ----------------------------------------------------------------------------------
+
+
+PART = Part(0x1000, 0x2000, of_file=False)
+
+
+class Ahead:
+    """What is read ahead, as it is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, used: dict[int, tuple[Part, ...]]) -> None:
+        self.asked: list[tuple[int, tuple[Part, ...], bool]] = []
+        self.enough: list[threading.Event] = []
+        monkeypatch.setattr(pausedmemory, "page_out", lambda pid, _: PagedOut(MIB, 0, MIB, used.get(pid, ())))
+        monkeypatch.setattr(pausedmemory, "page_in", self._page_in)
+        monkeypatch.setattr(pausedmemory, "has_swap", lambda: True)
+
+    def _page_in(self, pid: int, parts: tuple[Part, ...], stop: threading.Event, *, touch: bool) -> None:
+        self.asked.append((pid, parts, touch))
+        self.enough.append(stop)
+
+
+async def given(memory: PausedMemory, v1: Path) -> None:
+    """Once all of it has gone."""
+    assert memory.give_back()
+    await eventually(lambda: (v1 / "memory.force_empty").read_text() == "1\n")
+    await eventually(lambda: memory._work is not None and memory._work.done())
+
+
+async def test_what_was_used_the_last_time_is_read_ahead_once(v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = Ahead(monkeypatch, {2: (PART,)})
+    memory = PausedMemory("sbx_test", lambda: (1, 2), CgroupMemory(None, v1), monitor=True)
+    await given(memory, v1)
+
+    await memory.come_back()
+    await eventually(lambda: ahead.asked == [(2, (PART,), True)])
+    await memory.come_back()  # nothing has gone since
+
+    assert memory.give_back()  # it stands still again: whoever reads ahead ends
+    assert ahead.enough[0].is_set()
+    await memory.keep()
+    assert len(ahead.asked) == 1
+
+
+async def test_nothing_is_read_ahead_of_who_ends_or_has_ended(v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = Ahead(monkeypatch, {1: (PART,), 2: (PART,)})
+    alive = [1, 2]
+    memory = PausedMemory("sbx_test", lambda: tuple(alive), CgroupMemory(None, v1))
+    await given(memory, v1)
+    await memory.keep()  # as before its end
+    assert ahead.asked == []
+
+    alive.remove(1)
+    await memory.come_back()
+    await eventually(lambda: ahead.asked == [(2, (PART,), False)])
+
+
+async def test_very_many_parts_are_not_kept(v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pausedmemory, "_AHEAD_PARTS_MAX", 1)
+    ahead = Ahead(monkeypatch, {1: (PART,), 2: (PART, PART)})
+    memory = PausedMemory("sbx_test", lambda: (1, 2), CgroupMemory(None, v1))
+    await given(memory, v1)
+
+    await memory.come_back()
+    await eventually(lambda: ahead.asked == [(1, (PART,), False)])

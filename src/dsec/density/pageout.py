@@ -4,8 +4,6 @@ needed before it runs again, and comes back page by page."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import os
 import threading
 from dataclasses import dataclass
@@ -15,17 +13,11 @@ from typing import Final
 from dsec.core.errors import HostError
 from dsec.core.faults import fault_point
 from dsec.core.limits import MIB
+from dsec.density.advice import Advice, advise
+from dsec.density.pagein import Part, private_of, used_of
 
-_SYS_PROCESS_MADVISE: Final = 440  # on all architectures
-_MADV_PAGEOUT: Final = 21
 _CHUNK_BYTES: Final = 16 * MIB  # at a time: whoever is to run again waits for no more than that
-# Memory that is locked or a device's, and what was unmapped meanwhile.
-_PASSED: Final = frozenset({errno.EINVAL, errno.ENOMEM})
 _SWAPS: Final = Path("/proc/swaps")
-
-
-class _Part(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +27,7 @@ class PagedOut:
     resident_before_bytes: int
     resident_bytes: int
     swapped_bytes: int
+    used: tuple[Part, ...] = ()  # since it last came back from there; nothing the first time
 
     @property
     def given_back_bytes(self) -> int:
@@ -57,36 +50,20 @@ def page_out(pid: int, stop: threading.Event) -> PagedOut:
     except OSError as error:
         raise HostError(f"the memory of {pid} cannot be paged out: {error}") from error
     try:
-        before, _ = _resident(pid)
-        for start, end in _private(pid):
-            for chunk in range(start, end, _CHUNK_BYTES):
+        before, already = _resident(pid)
+        private = private_of(pid)
+        used = used_of(pid, private) if already else ()
+        for part in private:
+            for chunk in range(part.start, part.end, _CHUNK_BYTES):
                 if stop.is_set():
                     break
-                _advise(pidfd, chunk, min(_CHUNK_BYTES, end - chunk))
+                advise(pidfd, chunk, min(_CHUNK_BYTES, part.end - chunk), Advice.PAGEOUT)
         after, swapped = _resident(pid)
     except OSError as error:
         raise HostError(f"the memory of {pid} cannot be paged out: {error}") from error
     finally:
         os.close(pidfd)
-    return PagedOut(before, after, swapped)
-
-
-def _private(pid: int) -> list[tuple[int, int]]:
-    found = []
-    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        addresses, rights = line.split(maxsplit=2)[:2]
-        if rights.startswith("rw") and rights.endswith("p"):
-            start, _, end = addresses.partition("-")
-            found.append((int(start, 16), int(end, 16)))
-    return found
-
-
-def _advise(pidfd: int, start: int, length: int) -> None:
-    part = _Part(start, length)
-    libc = ctypes.CDLL(None, use_errno=True)
-    done = libc.syscall(_SYS_PROCESS_MADVISE, pidfd, ctypes.byref(part), ctypes.c_size_t(1), _MADV_PAGEOUT, 0)
-    if done < 0 and (number := ctypes.get_errno()) not in _PASSED:
-        raise OSError(number, os.strerror(number))
+    return PagedOut(before, after, swapped, used)
 
 
 def _resident(pid: int) -> tuple[int, int]:

@@ -185,7 +185,7 @@ class ContainerInstance:
 
     async def resume(self) -> None:
         """Raises HostError; it may be asked for again."""
-        await self._memory.keep()
+        await self._memory.come_back()
         try:
             for part in ("agent", "work"):
                 _thaw(self._cgroup(part))

@@ -138,7 +138,7 @@ class MachineInstance(Generic[R]):
     def _follow(self, process: MonitorProcess) -> None:
         self._process = process
         counted = CgroupMemory.of(self._record.cgroup2, self._record.cgroup1)
-        self._memory = PausedMemory(self._record.sandbox, lambda: (process.pid,), counted)
+        self._memory = PausedMemory(self._record.sandbox, lambda: (process.pid,), counted, monitor=True)
         process.ended.add_done_callback(lambda _: self._monitor_ended(process))
 
     def _monitor_ended(self, process: MonitorProcess) -> None:
@@ -212,7 +212,8 @@ class MachineInstance(Generic[R]):
     async def resume(self) -> None:
         """Raises HostError; it may be asked for again."""
         fault_point("vm.resume")
-        await self._keep_memory()
+        if self._memory is not None:
+            await self._memory.come_back()
         await self._machine.resume(timeout_s=_MONITOR_S)
         slept, self._slept = self._slept, ""
         if slept:
