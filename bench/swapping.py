@@ -1,7 +1,8 @@
 """`python -m bench swap`: what nobody uses goes to swap (`[node.idle] page_out_s`): what the host has back of it, and
 how long a first command takes that needs a tenth of it again, beside one of a sandbox that was only paused.
 
-Swaps to a file of its own for that time. Emulated machines where the processor runs no guests: then only ratios count.
+Swaps to a file of its own for that time, or to memory that is compressed (`--zram`), of which what it takes is told.
+Emulated machines where the processor runs no guests: then only ratios count.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +25,7 @@ from bench.service import private_service
 from dsec.core.limits import GIB, MIB
 from dsec.core.spec import Substrate
 from dsec.density.cgroups import read_keyed, read_number
-from dsec.testing.swap import own_swap
+from dsec.testing.swap import own_swap, own_zram
 from dsec.wire.api import STATE_DIR_ROOT
 
 SETTINGS: Final = "[node.idle]\npause_s = 1.0\npage_out_s = 2.0\n[microvm]\npage_out = false\n"
@@ -59,21 +61,29 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--environment", default="base", help="with python3")
     parser.add_argument("--state", type=Path, default=Path(STATE_DIR_ROOT), help="state directory with the environment")
     parser.add_argument("--backend", choices=[str(each) for each in HELD_MIB], action="append")
+    parser.add_argument("--zram", action="store_true", help="swap to compressed memory instead of a file")
     parser.add_argument("--output", type=Path, help="write the figures as JSON here")
     options = parser.parse_args(arguments)
     chosen = [each for each in HELD_MIB if not options.backend or str(each) in options.backend]
-    with (
-        tempfile.TemporaryDirectory(prefix="dsec-swap-", dir=options.state) as directory,
-        own_swap(Path(directory), SWAP_BYTES),
-        private_service(options.state, SETTINGS) as service,
-    ):
-        found = {str(each): measure(service.client, options.environment, each) for each in chosen}
+    with ExitStack() as stack:
+        zram = None
+        if options.zram:
+            zram = stack.enter_context(own_zram(SWAP_BYTES))
+        else:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="dsec-swap-", dir=options.state))
+            stack.enter_context(own_swap(Path(directory), SWAP_BYTES))
+        service = stack.enter_context(private_service(options.state, SETTINGS))
+        found = {}
+        for each in chosen:
+            found[str(each)] = measure(service.client, options.environment, each, zram=zram)
     show(found)
     if options.output:
         options.output.write_text(json.dumps({"machine": machine.describe(), "swapped": found}, indent=2) + "\n")
 
 
-def measure(client: dsec.Client, environment: str, backend: Substrate, *, rounds: int = _ROUNDS) -> dict[str, Any]:
+def measure(
+    client: dsec.Client, environment: str, backend: Substrate, *, rounds: int = _ROUNDS, zram: Path | None = None
+) -> dict[str, Any]:
     """Of a service with `SETTINGS`, on a host with swap. Raises AssertionError when a page has come back wrong."""
     mib = HELD_MIB[backend]
     kept, again = [], []
@@ -85,9 +95,10 @@ def measure(client: dsec.Client, environment: str, backend: Substrate, *, rounds
         for _ in range(rounds):
             sandbox.pause()
             kept += timed(lambda: ask(sandbox, mib, 10))()
-        rested = []
+        rested, held = [], 0
         for _ in range(rounds):
             rested.append(_rested(host, before[0]))
+            held = _compressed_bytes(zram)
             again += timed(lambda: ask(sandbox, mib, 10))()
         after = max(charged for charged, _ in rested), max(resident for _, resident in rested)
         ask(sandbox, mib, 1)
@@ -99,6 +110,7 @@ def measure(client: dsec.Client, environment: str, backend: Substrate, *, rounds
         "resident_given_back": round(1 - after[1] / before[1], 3),
         "paused_ms": [round(each, 1) for each in kept],
         "swapped_ms": [round(each, 1) for each in again],
+        "zram_mib": round(held / MIB, 1),
         "ratio": round(statistics.median(again) / statistics.median(kept), 1),
     }
 
@@ -108,6 +120,11 @@ def ask(sandbox: dsec.Sandbox, mib: int, parts: int) -> None:
     said = sandbox.exec(f"echo {parts} >/tmp/asked; cat /tmp/told", check=True, timeout_s=600.0).stdout
     pages = len(range(0, mib * MIB // parts, 4096))
     assert int(said) == pages * (pages - 1) // 2, "a page has come back as another"
+
+
+def _compressed_bytes(zram: Path | None) -> int:
+    """What all that is in it takes of the host's memory (the third number)."""
+    return 0 if zram is None else int((zram / "mm_stat").read_text().split()[2])
 
 
 def _rested(host: Counted, before: int) -> tuple[int, int]:
@@ -156,3 +173,5 @@ def show(found: Mapping[str, Mapping[str, Any]]) -> None:
             f"{'':<10} a command that needs a tenth of it: {statistics.median(row['swapped_ms'])} ms, only paused "
             f"{statistics.median(row['paused_ms'])}: {row['ratio']} times"
         )
+        if row["zram_mib"]:
+            print(f"{'':<10} what it has given takes {row['zram_mib']} MiB, compressed")
