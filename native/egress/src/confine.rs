@@ -12,6 +12,9 @@ const EXECUTABLE: u32 = libc::PROT_EXEC as u32;
 /// Whether a byte is urgent, and how much is not sent yet.
 const ASKED_OF_SOCKETS: [u32; 2] = [0x8905, libc::TIOCOUTQ as u32];
 
+/// Making a map, putting something in, loading a program, attaching it.
+const OF_BPF: [u32; 4] = [0, 2, 5, 28];
+
 /// Memory, time, and the end of a process, which the standard library asks for by itself.
 const OF_ANY: [c_long; 22] = [
     libc::SYS_brk,
@@ -61,10 +64,8 @@ const OF_SERVER: [c_long; 20] = [
     libc::SYS_writev,
 ];
 
-const OF_KEEPER: [c_long; 30] = [
-    libc::SYS_setns,
+const OF_KEEPER: [c_long; 26] = [
     libc::SYS_pidfd_open,
-    libc::SYS_bpf,
     libc::SYS_openat,
     libc::SYS_statx,
     libc::SYS_newfstatat,
@@ -89,8 +90,6 @@ const OF_KEEPER: [c_long; 30] = [
     libc::SYS_rseq,
     libc::SYS_sched_getaffinity,
     libc::SYS_sched_yield,
-    libc::SYS_prlimit64,
-    libc::SYS_prctl,
     libc::SYS_getuid,
     libc::SYS_set_tid_address,
 ];
@@ -115,11 +114,17 @@ pub fn confine_keeper() -> Result<()> {
     let thread = [(libc::CLONE_THREAD | libc::CLONE_VM) as u32];
     let families = [libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK].map(|family| family as u32);
     let up = [libc::SIOCSIFFLAGS as u32];
+    let networks = [libc::CLONE_NEWNET as u32];
+    let names = [libc::PR_SET_NAME as u32];
     let mut calls = of_any(&own);
     calls.extend(OF_KEEPER.map(|number| (number, Always)));
     calls.push((libc::SYS_clone, Argument(0, thread[0], &thread)));
     calls.push((libc::SYS_socket, Argument(0, u32::MAX, &families)));
     calls.push((libc::SYS_ioctl, Argument(1, u32::MAX, &up)));
+    calls.push((libc::SYS_setns, Argument(1, u32::MAX, &networks)));
+    calls.push((libc::SYS_bpf, Argument(0, u32::MAX, &OF_BPF)));
+    calls.push((libc::SYS_prctl, Argument(0, u32::MAX, &names)));
+    calls.push((libc::SYS_prlimit64, Argument(2, u32::MAX, &[0]))); // a look at them
     leave_no_trace()?;
     load_filter(&allow_only(&calls)).doing("loading the keeper's filter of system calls")
 }
@@ -143,6 +148,7 @@ fn leave_no_trace() -> Result<()> {
 mod tests {
     use std::io::ErrorKind;
     use std::net::{TcpListener, TcpStream, UdpSocket};
+    use std::os::fd::AsFd;
     use std::os::unix::net::UnixStream;
 
     use super::*;
@@ -211,6 +217,12 @@ mod tests {
                 ("remove", is_denied(std::fs::remove_file("/tmp/dsec-none"))),
                 ("kill", is_denied(dsec_sys::process::kill(1, 0))),
                 ("unshare", is_denied(dsec_sys::namespaces::unshare(0))),
+                ("mounts", {
+                    let own = std::fs::File::open("/proc/self/ns/mnt").unwrap();
+                    let mounts = libc::CLONE_NEWNS as u64;
+                    is_denied(dsec_sys::namespaces::enter(own.as_fd(), mounts))
+                }),
+                ("limits", is_denied(set_limit(libc::RLIMIT_CORE, 0, 0))),
             ]
         });
         for (what, denied) in denied {

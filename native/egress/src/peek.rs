@@ -26,9 +26,17 @@ const RECORD_BYTES_MAX: usize = 16 << 10;
 /// A first line of HTTP is shorter.
 const LINE_BYTES_MAX: usize = 8 << 10;
 
+/// How a balancer tells a server behind it who calls (the PROXY protocol): what follows is read as if nothing were before it.
+const CALLER: &[u8] = b"PROXY ";
+const CALLER_2: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
+
 /// `address` is the one that the connection goes to: as a host in HTTP it names nobody.
 pub fn look(bytes: &[u8], address: IpAddr) -> Seen {
+    if bytes.starts_with(CALLER_2) {
+        return Seen::Unreadable;
+    }
     match bytes.first() {
+        _ if CALLER_2.starts_with(bytes) => Seen::More, // also when there is nothing
         None => Seen::More,
         Some(&HANDSHAKE) => hello(bytes),
         Some(kind) if RECORDS.contains(kind) => Seen::Unreadable,
@@ -169,6 +177,9 @@ fn request(bytes: &[u8], address: IpAddr) -> Seen {
         };
     };
     let line = trimmed(&bytes[..end]);
+    if line.starts_with(CALLER) {
+        return Seen::Unreadable;
+    }
     if !is_for_servers(line) {
         return Seen::Nobody;
     }

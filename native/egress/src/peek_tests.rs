@@ -194,6 +194,10 @@ fn a_request_that_could_be_read_in_two_ways_is_unreadable() {
         b"GET / HTTP/1.1\r\nHost: \r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: a\0b\r\n\r\n",
         b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        // Somebody else is said to call.
+        b"PROXY TCP4 1.2.3.4 9.9.9.9 1 80\r\nGET / HTTP/1.1\r\nHost: b.org\r\n\r\n",
+        b"PROXY UNKNOWN\r\n\x16\x03\x01",
+        b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0cGET / HTTP/1.1\r\nHost: b.org\r\n\r\n",
         // Ends of lines to some.
         b"GET / HTTP/1.1\r\nX: y\rHost: b.org\r\nHost: a.org\r\n\r\n",
         b"GET / HTTP/1.1\r\nX: y\x0bHost: b.org\r\nHost: a.org\r\n\r\n",
@@ -294,6 +298,12 @@ fn a_verdict_on_a_part_is_that_on_the_whole() {
                     _ => odd[random.below(odd.len())],
                 };
             }
+        }
+        if seed % 7 == 0 {
+            bytes.splice(..0, *b"\r\n\r\n\0\r\nQUIT\n");
+            bytes.truncate(20);
+            let at = random.below(bytes.len());
+            bytes[at] = random.next() as u8;
         }
         let whole = see(&bytes);
         for length in 0..bytes.len() {
