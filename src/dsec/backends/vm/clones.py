@@ -27,7 +27,7 @@ _REHEARSED: Final = b"true"
 _REHEARSALS: Final = 2  # an emulator translates the rest at the second: 20 ms of 250
 _REHEARSED_S: Final = 10.0  # then its agent kills it: the image's shell is anybody's
 _REHEARSED_BYTES_MAX: Final = 4096
-_REHEARSAL_S: Final = 30.0
+_REHEARSAL_S: Final = 120.0  # of all of it, where many boot at once
 
 
 class Sized(Protocol):
