@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -58,6 +60,15 @@ def service(short_tmp: Path) -> Iterator[tuple[str, str, dict[str, str]]]:
         subprocess.run([*command, "down", *flags], check=True, timeout=90, capture_output=True)
 
 
+def _narrowed(document: dict[str, Any]) -> dict[str, Any]:
+    """With the form that names have, and for what this service has: hardly a body would get past those else."""
+    schemas = document["components"]["schemas"]
+    schemas["Environment"]["properties"]["base"]["pattern"] = "^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
+    schemas["Substrate"]["enum"] = ["fake"]
+    schemas["ExecRequest"]["properties"]["id"]["pattern"] = "^exe_[a-z2-7]{16}$"
+    return document
+
+
 async def _prepare(socket: Path) -> tuple[str, dict[str, str]]:
     async with aiohttp.ClientSession("http://dsec", connector=aiohttp.UnixConnector(str(socket))) as client:
         request = {"principal": "fuzz", "project": "/", "rights": ["admin"]}
@@ -90,6 +101,8 @@ def test_the_service_does_what_its_document_says(
     service: tuple[str, str, dict[str, str]], tmp_path: Path, phases: tuple[str, str]
 ) -> None:
     url, token, about = service
+    with urllib.request.urlopen(f"{url}/openapi.json", timeout=60) as answer:
+        (tmp_path / "openapi.json").write_text(json.dumps(_narrowed(json.load(answer))))
     config = tmp_path / "schemathesis.toml"
     config.write_text(CONFIG.format(**about), encoding="utf-8")
     seed = os.environ.get("DSEC_TEST_SEED", "1")  # the same questions each time, unless told otherwise
@@ -97,7 +110,7 @@ def test_the_service_does_what_its_document_says(
 
     done = subprocess.run(
         [
-            program, "--config-file", config, "run", f"{url}/openapi.json",
+            program, "--config-file", config, "run", "openapi.json", "--url", url,
             "--header", f"Authorization: Bearer {token}",
             "--phases", phases[0], "--max-examples", phases[1], "--seed", seed, "--request-timeout", "75",
             *(item for name in EXCLUDED for item in ("--exclude-operation-id", name)),
