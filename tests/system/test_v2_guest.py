@@ -35,6 +35,9 @@ V2_TESTS = (
     "tests/native/test_launch_sandboxes.py::test_files_keep_the_ids_of_the_sandbox_on_disk",
     "tests/native/test_launch_erofs.py",
     "tests/native/test_launch_confinement.py",
+    "tests/native/test_launch_prepared.py::test_what_is_launched_on_one_is_as_any_other",
+    "tests/native/test_launch_prepared.py::test_they_end_with_the_connection_that_asked_for_them",
+    "tests/system/test_container_prepared.py::test_a_sandbox_that_takes_one_cannot_be_told_from_one_that_was_made",
 )
 # Its kernel limits memory in cgroup2 only.
 V1_TESTS = (
