@@ -326,6 +326,18 @@ def test_the_doctor_works_without_a_service_and_starts_none(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_doctor_of_machines_tells_of_them_alone(here: Here, tmp_path: Path) -> None:
+    done = _alone(tmp_path, "vm", "doctor", "--json", DSEC_SUBSTRATES="fake,microvm")
+
+    report = json.loads(done.stdout)
+    found = {finding["what"] for finding in report["findings"]}
+    assert set(report["substrates"]) == {"microvm"}
+    assert done.returncode == (0 if report["substrates"]["microvm"] == "ok" else 1)
+    assert {"KVM", "substrate microvm"} <= found
+    assert not {what for what in found if "fake" in what or what in ("cgroups", "environments", "client")}
+    assert _alone(tmp_path, "vm", "doctor", DSEC_SUBSTRATES="fake").returncode == 1
+
+
 def test_the_doctor_finds_a_wrong_configuration(tmp_path: Path) -> None:
     done = _alone(tmp_path, "doctor", DSEC_LOG_LEVEL="loud", DSEC_TOKNE="x")
 

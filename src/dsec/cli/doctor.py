@@ -20,11 +20,38 @@ _GROUPS: Final = (
     ("advised", "Advised: it works without, but less well"),
     ("optional", "Optional"),
 )
+_MACHINES: Final = ("microvm", "fullvm")
+# Of the host, what they need, and what it costs them where it is missing.
+_OF_HOST: Final = frozenset({"service", "root", "programs", "kernel", "KVM", "block devices", "Debian packages"})
 _EXAMINE_TIMEOUT_S: Final = 150.0
 
 
 def register(app: typer.Typer) -> None:
     command(app, doctor)
+
+
+def doctor_of_machines(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also the details of what is fine.")] = False,
+    json: Json = False,
+) -> None:
+    """Say what this machine can do for virtual machines, what it lacks, what that costs, and how to get it."""
+    from msgspec.structs import replace
+
+    report = run_async(_ask())
+    substrates = {name: state for name, state in report.substrates.items() if name in _MACHINES}
+    report = replace(
+        report, substrates=substrates, findings=[found for found in report.findings if _is_of_machines(found)]
+    )
+    if settings.json:
+        put_json(report)
+    else:
+        _show(report, verbose=verbose)
+    if "ok" not in substrates.values():
+        raise typer.Exit(EXIT_LACKING)
+
+
+def _is_of_machines(found: Finding) -> bool:
+    return found.what in _OF_HOST or found.what.removeprefix("substrate ").partition(":")[0] in _MACHINES
 
 
 def doctor(

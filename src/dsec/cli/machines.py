@@ -10,6 +10,7 @@ import typer
 
 from dsec.cli.completion import check_words, one_of
 from dsec.cli.console import Json, age, client, for_each, put_json, run_async, settings, table
+from dsec.cli.doctor import doctor_of_machines
 from dsec.cli.environments import put_trace
 from dsec.cli.pages import command
 from dsec.cli.service import become
@@ -257,3 +258,4 @@ command(app, collapse, of="vm")
 command(app, export, of="vm")
 command(app, trace, of="vm")
 command(app, rm, of="vm")
+command(app, doctor_of_machines, "doctor", of="vm")

@@ -75,6 +75,13 @@ MACHINES: Final[dict[str, Page]] = {
         (("dsec vm trace ready", "into the store that it came from"),),
         "an EnvironmentTrace record",
     ),
+    "vm doctor": Page(
+        "What `dsec doctor` says of machines: whether KVM works or they are emulated, which monitor and which kernel "
+        "for guests there is, what disks and networks they have.",
+        (("dsec vm doctor", "the report"), ("dsec vm doctor -v", "with the details of what is fine")),
+        "the DoctorReport record, with the findings and substrates of machines",
+        {1: "this machine can make none"},
+    ),
     "vm rm": Page("Machines of it run on.", (("dsec vm rm android", "remove it"),), "removed"),
     "screen shot": Page(
         "",
