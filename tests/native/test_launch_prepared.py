@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dsec.wire.launch import LaunchPlan, LayerMount
+from dsec.wire.launch import Launched, LaunchPlan, LayerMount
 from tests.native import launch_wire as wire
 from tests.native.launch_wire import Host, LaunchClient, LaunchRefusedError, ask, destroy_args, wait_for
 
@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.root]
 AHEAD = ["cgroups", "socket", "clone", "directories", "cgroups_v1", "maps", "binds", "proc", "masks"]
 AFTER_OUTSIDE = ["check", "cgroups", "clone", "overlay", "binds", "etc"]
 AFTER_INSIDE = ["cgroupns", "rlimits", "mounts", "sysctls", "view", "root", "capabilities", "seccomp", "agent"]
+POLLS = {"7", "271"}  # poll, ppoll
 AS_SEEN = (
     "cat /proc/self/mountinfo; grep -e ^Cap -e ^Sec -e ^NoNew -e ^Uid -e ^Groups -e ^Umask /proc/self/status"
     "; cat /proc/1/cgroup /proc/sys/kernel/shmmni /etc/hosts /proc/sys/kernel/hostname; ls -l /dev /dev/shm /proc/sys"
@@ -59,8 +60,12 @@ def _worker(host: Host, plan: LaunchPlan) -> int:
     waiting = _new_process(plan)
     daemon = host.process.pid
     children = Path(f"/proc/{daemon}/task/{daemon}/children")
-    (worker,) = (pid for pid in map(int, children.read_text().split()) if pid != waiting)
-    return worker
+
+    def others() -> list[int]:
+        return [pid for pid in map(int, children.read_text().split()) if pid != waiting]
+
+    wait_for(lambda: len(others()) == 1)  # one that empties trash of before ends by itself
+    return others()[0]
 
 
 def _prepared(host: Host, client: LaunchClient, **changes: Any) -> LaunchPlan:
@@ -162,6 +167,59 @@ def test_whoever_of_the_two_is_killed_nothing_is_left_and_a_launch_works(host: H
         assert ask(plan, "echo here").startswith("here\n")
         client.destroy(destroy_args(plan, launched))
         _assert_nothing_left(host)
+
+
+def test_one_whose_process_ends_just_before_it_is_told_its_order_says_so(host: Host, client: LaunchClient) -> None:
+    plan = _prepared(host, client)
+    worker, process = _worker(host, plan), _new_process(plan)
+    wait_for(lambda: Path(f"/proc/{worker}/syscall").read_text().split()[0] in POLLS)  # it waits for an order
+    os.kill(worker, signal.SIGSTOP)
+    os.kill(process, signal.SIGKILL)
+    request = client.send("launch", plan)
+    client.list()  # answered after that has been handed on
+    os.kill(worker, signal.SIGCONT)
+
+    with pytest.raises(LaunchRefusedError) as caught:
+        client.receive(request)
+
+    assert caught.value.failure.errno is None  # as of whatever died: nodes launch it again
+    launched = client.launch(plan)
+    client.destroy(destroy_args(plan, launched))
+    _assert_nothing_left(host)
+
+
+@pytest.mark.parametrize("way", ["destroyed", "daemon"])
+def test_one_ends_while_a_launch_that_began_later_hangs(tmp_path: Path, image: Path, way: str) -> None:
+    with wire.running_host(tmp_path / "host") as host:
+        client = host.start()
+        client.call("layer_mount", LayerMount(digest="image", kind="directory", meta=str(image)))
+        plan = _prepared(host, client)
+        _new_process(plan)
+        frozen = wire.CGROUP2 / host.cgroup_name / "frozen"
+        frozen.mkdir()
+        if not (frozen / "cgroup.freeze").exists():
+            pytest.skip("no cgroup can be frozen")
+        other = host.plan()
+        hung = Path(frozen / other.sandbox)
+        (frozen / "cgroup.freeze").write_text("1")
+        try:
+            launch = client.send("launch", msgspec.structs.replace(other, cgroup2=str(hung)))
+            wait_for(lambda: hung.exists() and (hung / "cgroup.procs").read_text())
+
+            if way == "daemon":
+                host.kill()
+            else:
+                client.destroy(destroy_args(plan, None))
+
+            wait_for(lambda: not any(plan.sandbox in path for path in wire.leftovers(host)))
+            assert (hung / "cgroup.procs").read_text()
+        finally:
+            if way == "daemon":
+                (hung / "cgroup.kill").write_text("1")
+            (frozen / "cgroup.freeze").write_text("0")
+        if way != "daemon":
+            launched = msgspec.convert(client.receive(launch), Launched)
+            client.destroy(destroy_args(other, launched, cgroup2=str(hung)))
 
 
 @pytest.mark.parametrize("step", AHEAD)

@@ -84,6 +84,7 @@ class Pool:
             launcher=cast(Launcher, self.launcher),
             boot_id="boot",
         )
+        self.prepared.is_known = True
 
     def _named(self, plan: LaunchPlan) -> LaunchPlan:
         self.number += 1
@@ -178,6 +179,59 @@ async def test_what_cannot_be_prepared_is_never_a_pattern(change: dict[str, Any]
     await pool.filled()
     assert all(not getattr(plan, name) for plan in pool.launcher.of(LaunchOp.PREPARE) for name in change)
     await pool.prepared.close()
+
+
+async def test_what_cannot_be_prepared_leaves_those_that_wait_for_the_next() -> None:
+    pool = Pool()
+    pool.create()
+    await pool.filled()
+
+    assert pool.create(msgspec.structs.replace(PLAN, light=True)) is None
+
+    assert len(pool.prepared) == 2
+    assert pool.create() is not None
+    assert pool.launcher.of(LaunchOp.DESTROY) == []
+    await pool.prepared.close()
+
+
+async def test_a_launcher_of_before_is_not_asked_for_any() -> None:
+    pool = Pool()
+    pool.prepared.is_known = False
+    pool.create()
+    await asyncio.sleep(0.01)
+
+    assert pool.create() is None
+    assert pool.launcher.asked == []
+    await pool.prepared.close()
+
+
+async def test_they_give_way_to_who_finds_no_ids_and_do_not_take_them_again() -> None:
+    pool = Pool(ids=FakeIds(free=[1, 2]))
+    pool.create()
+    await pool.filled()
+
+    assert await pool.prepared.give_way()
+
+    assert sorted(pool.ids.free) == [1, 2]
+    pool.create()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not await pool.prepared.give_way()
+    assert len(pool.launcher.of(LaunchOp.PREPARE)) == 2
+    await pool.prepared.close()
+
+
+@pytest.mark.parametrize("change", [{"connection": 2}, {"is_connected": False}])
+async def test_what_has_ended_with_its_launcher_has_none_started_for_its_removal(change: dict[str, Any]) -> None:
+    pool = Pool()
+    pool.create()
+    await pool.filled()
+    for name, value in change.items():
+        setattr(pool.launcher, name, value)
+
+    await pool.prepared.close()
+
+    assert pool.launcher.of(LaunchOp.DESTROY) == []
 
 
 async def test_none_is_made_while_a_create_is_under_way() -> None:

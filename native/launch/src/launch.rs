@@ -130,7 +130,7 @@ pub fn begin<'a>(
             };
             Ok((begun, copies))
         }
-        Err(error) => Err(own_failure(system, &mut child).unwrap_or(error)),
+        Err(error) => Err(why(system, &mut child, error)),
     }
 }
 
@@ -152,7 +152,7 @@ pub fn finish(
             clock.begin(Step::Agent)?;
             listen_to(system, &mut child)?
         }
-        Err(error) => return Err(own_failure(system, &mut child).unwrap_or(error)),
+        Err(error) => return Err(why(system, &mut child, error)),
     };
     if let Some(failure) = said.failure {
         return Err(failure);
@@ -454,6 +454,12 @@ fn listen_to(system: &dyn System, child: &mut Child) -> Result<inside::Said> {
     }
 }
 
+/// What `error`, met while the new process was being served, comes from: that one's own failure, or its end without a word.
+pub fn why(system: &dyn System, child: &mut Child, error: Error) -> Error {
+    let gone = error.errno() == Some(libc::EPIPE);
+    own_failure(system, child).unwrap_or(if gone { Error::Vanished } else { error })
+}
+
 /// Why the new process failed, if it did so on its own. It is ended first: then its report is complete.
 fn own_failure(system: &dyn System, child: &mut Child) -> Option<Error> {
     // It may have ended already, which is what we want to learn.
@@ -464,7 +470,13 @@ fn own_failure(system: &dyn System, child: &mut Child) -> Option<Error> {
 /// The facts of the process, which must be the agent by now: an end looks like success from the pipe alone.
 fn running(system: &dyn System, child: &Child) -> Result<ProcessStat> {
     let path = process::stat_path(child.pid);
-    let text = system.read_file(&path).doing_to("read", &path)?;
+    let text = match system.read_file(&path) {
+        // Even its parent knows already.
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => {
+            return Err(Error::Vanished)
+        }
+        other => other.doing_to("read", &path)?,
+    };
     let stat = process::parse_stat(&text)
         .ok_or_else(|| Error::Invalid(format!("{}: not understood", path.display())))?;
     match stat.exiting {

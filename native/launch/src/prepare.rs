@@ -11,7 +11,7 @@ use serde_bytes::ByteBuf;
 
 use crate::agent;
 use crate::error::{Doing, Error, Result};
-use crate::launch::{begin, catch_up, conclude, finish, roll_back, Begun};
+use crate::launch::{begin, catch_up, conclude, finish, roll_back, why, Begun};
 use crate::steps::check::check;
 use crate::steps::view::Cover;
 use crate::steps::{Clock, Job, Step};
@@ -81,7 +81,13 @@ impl Ordered {
         if message.is_empty() {
             return Err(Error::Vanished);
         }
-        Ordered::read(&message, files)
+        let count = files.len();
+        let ordered = Ordered::read(&message, files)?;
+        match count == ordered.order.view.len() {
+            true => Ok(ordered),
+            // Else what was lost on the way would show the machine instead.
+            false => Err(Error::Invalid(format!("{count} files came with an order"))),
+        }
     }
 
     fn read(message: &[u8], files: Vec<OwnedFd>) -> Result<Ordered> {
@@ -212,16 +218,17 @@ fn complete(
     job: &Job,
     before: &LaunchPlan,
     order: &[u8],
-    begun: Begun,
+    mut begun: Begun,
     clock: &mut Clock,
 ) -> Result<Launched> {
     clock.begin(Step::Check)?;
     check(job.plan)?;
     let (covers, copies) = catch_up(system, job, before, &begun, clock)?;
     let files: Vec<_> = covers.iter().map(|cover| cover.mount.as_fd()).collect();
-    system
-        .pass(begun.child.go.as_fd(), order, &files)
-        .doing("tell", "the new process")?;
+    let told = system.pass(begun.child.go.as_fd(), order, &files);
+    if let Err(error) = told.doing("tell", "the new process") {
+        return Err(why(system, &mut begun.child, error)); // it may have ended just before
+    }
     drop(covers);
     finish(system, job, clock, begun, copies)
 }

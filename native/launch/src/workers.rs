@@ -250,6 +250,9 @@ impl Workers {
             Side::Child => {
                 drop(result);
                 close_copy(lock.as_fd());
+                // Or those that wait would not see that nobody wants them for as long as this one goes on.
+                let channels = self.running.iter().flat_map(|worker| &worker.channel);
+                channels.for_each(|channel| close_copy(channel.as_fd()));
                 if !task.is_awaited() {
                     if matches!(task, Task::Empty(_)) {
                         give_way();

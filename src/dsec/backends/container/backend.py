@@ -27,7 +27,7 @@ from dsec.backends.base import (
 from dsec.backends.container.capture import ContainerCapture
 from dsec.backends.container.config import ContainerConfig
 from dsec.backends.container.disk import Disk
-from dsec.backends.container.failures import has_forgotten, launch_error, was_bad
+from dsec.backends.container.failures import has_forgotten, is_taken_back, launch_error, was_bad
 from dsec.backends.container.instance import ContainerInstance, connect_at
 from dsec.backends.container.keptcgroups import KeptCgroups
 from dsec.backends.container.launcher import Launcher, LauncherRefusal
@@ -49,6 +49,7 @@ from dsec.backends.container.view import LIVE, STATIC, choose_view, find_lxcfs, 
 from dsec.backends.steering import why_not_steered
 from dsec.binaries import find_binary
 from dsec.core.errors import (
+    CapacityError,
     DsecError,
     GoneError,
     HostError,
@@ -90,6 +91,7 @@ from dsec.wire.node import Done
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROBE_S = 20.0
 _CLAIM_S = 10.0  # a few system calls
+_TAKEN_BACK_S = 0.05
 _LXCFS_S = 5.0
 _LXCFS_POLL_S = 0.01
 _STARTING = "lxcfs is starting"
@@ -111,7 +113,6 @@ class ContainerBackend:
         self._knows_views = True
         self._knows_light = False
         self._keeps_cgroups = False
-        self._knows_prepared = False
         self._kept: KeptCgroups | None = None
         self._launcher: Launcher | None = None
         self._prepared: PreparedContainers
@@ -195,7 +196,7 @@ class ContainerBackend:
         self._prepared.begin()
         plan: LaunchPlan | None = None
         try:
-            plan = self._plan(instance, facts, 0)
+            plan = self._light(instance, self._plan(instance, facts, 0))
             return await self._create(instance, plan, facts, intend, deadline_s)
         finally:
             self._prepared.finish(plan)
@@ -203,14 +204,9 @@ class ContainerBackend:
     async def _create(
         self, instance: InstanceSpec, plan: LaunchPlan, facts: HostFacts, intend: Intend, deadline_s: float
     ) -> ContainerInstance:
-        # Links and forwarded connections are sockets in the sandbox's own network, which must be there before
-        # anybody uses the sandbox.
-        alone = not instance.spec.links and instance.spec.network is NetworkMode.NONE
-        if self._knows_light and len(self._instances) >= self._config.light_from and alone:
-            plan = lighten(plan)
         made = self._take_prepared(instance, plan)
         if made is None:
-            id_base = self._ids.take(holder_directory(facts, instance.id))
+            id_base = await self._take_ids(holder_directory(facts, instance.id))
             plan = msgspec.structs.replace(plan, id_base=id_base)
         else:
             plan = made
@@ -237,9 +233,24 @@ class ContainerBackend:
             await asyncio.shield(self._clean_later(self.remove(record)))
             raise launch_error(instance.id, error) from error
 
+    def _light(self, instance: InstanceSpec, plan: LaunchPlan) -> LaunchPlan:
+        # Links and forwarded connections are sockets in the sandbox's own network, which must be there before
+        # anybody uses the sandbox.
+        alone = not instance.spec.links and instance.spec.network is NetworkMode.NONE
+        many = self._knows_light and len(self._instances) >= self._config.light_from
+        return lighten(plan) if many and alone else plan
+
+    async def _take_ids(self, holder: str) -> int:
+        try:
+            return self._ids.take(holder)
+        except CapacityError:
+            if not await self._prepared.give_way():
+                raise
+        return self._ids.take(holder)
+
     def _take_prepared(self, instance: InstanceSpec, plan: LaunchPlan) -> LaunchPlan | None:
         """One whose disk is to be limited, or that is made for later, begins from nothing."""
-        if not self._knows_prepared or plan.spare or self._disk.is_limited(instance):
+        if plan.spare or self._disk.is_limited(instance):
             return None
         return self._prepared.take(plan)
 
@@ -283,18 +294,25 @@ class ContainerBackend:
             plan = msgspec.structs.replace(plan, view=None)
         if self._kept is not None and self._keeps_cgroups and not plan.named:
             plan = self._kept.use(plan)
+        loop = asyncio.get_running_loop()
+        until_s, again = loop.time() + deadline_s, False
         try:
-            try:
-                return await self.launcher.request(LaunchOp.LAUNCH, plan, Launched, timeout_s=deadline_s)
-            except LauncherRefusal as refusal:
-                forgot = has_forgotten(refusal.failure)
-                if not (forgot or was_bad(plan, refusal.failure)):
-                    raise
-            if forgot:
-                # The launcher was restarted between registering and launching; it knows nothing of before.
-                self._registered.clear()
-                await self._register(layers)
-            return await self.launcher.request(LaunchOp.LAUNCH, plan, Launched, timeout_s=deadline_s)
+            while True:
+                try:
+                    timeout_s = max(0.0, until_s - loop.time())
+                    return await self.launcher.request(LaunchOp.LAUNCH, plan, Launched, timeout_s=timeout_s)
+                except LauncherRefusal as refusal:
+                    if is_taken_back(plan, refusal.failure) and loop.time() + _TAKEN_BACK_S < until_s:
+                        await asyncio.sleep(_TAKEN_BACK_S)
+                        continue
+                    forgot = has_forgotten(refusal.failure)
+                    if again or not (forgot or was_bad(plan, refusal.failure)):
+                        raise
+                again = True
+                if forgot:
+                    # The launcher was restarted between registering and launching; it knows nothing of before.
+                    self._registered.clear()
+                    await self._register(layers)
         except BaseException:
             if self._kept is not None:
                 self._kept.lose(plan.cgroup1_from)
@@ -348,7 +366,7 @@ class ContainerBackend:
         self._knows_views = answer.views
         self._knows_light = answer.light
         self._keeps_cgroups = answer.keeps_cgroups
-        self._knows_prepared = answer.prepares
+        self._prepared.is_known = answer.prepares
         if self._view.kind == LIVE:
             self._no_live_view = answer.no_live_view if answer.views else "the launcher that runs is of before"
 

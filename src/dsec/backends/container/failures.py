@@ -43,3 +43,8 @@ def has_forgotten(failure: LaunchFailure) -> bool:
 def was_bad(plan: LaunchPlan, failure: LaunchFailure) -> bool:
     """What was prepared for it has died, or its worker has: nothing of it is left, and it can be made from nothing."""
     return bool(plan.named) and failure.errno is None
+
+
+def is_taken_back(plan: LaunchPlan, failure: LaunchFailure) -> bool:
+    """The launcher that had prepared it was killed, and a worker of that one is not through with taking it back."""
+    return bool(plan.named) and failure.step == "cgroups" and failure.errno == "EEXIST"

@@ -68,6 +68,7 @@ class Launcher:
 
     @property
     def is_connected(self) -> bool:
+        self._readable()  # its end may not have been noticed yet
         return self._socket is not None
 
     # ---- requests --------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ class PreparedContainers:
         self._removing: set[asyncio.Task[None]] = set()
         self._failed_until = 0.0
         self._closed = False
+        self.is_known = False  # whether the launcher that runs makes any; one of before may not
 
     def __len__(self) -> int:
         return len(self._ready)
@@ -86,11 +87,14 @@ class PreparedContainers:
         self._creating -= 1
         if plan is not None and _is_plain(plan):
             self._pattern = plan
-        if self._pattern is not None and not self._creating and self._wanted and not self._closed:
+        wanted = self._pattern is not None and self._wanted and self.is_known
+        if wanted and not self._creating and not self._closed:
             self._filling = asyncio.get_running_loop().create_task(self._fill())
 
     def take(self, plan: LaunchPlan) -> LaunchPlan | None:
         """The plan under the names and ids of one that serves for it, which is the caller's from now on."""
+        if not _is_plain(plan) or not self.is_known:
+            return None  # what waits may serve the next
         while self._ready:
             connection, made = self._ready.popleft()
             wanted = _under_names_of(made, plan)
@@ -102,6 +106,14 @@ class PreparedContainers:
     def give_up(self, plan: LaunchPlan) -> None:
         """One that was taken and not launched."""
         self._remove_later(plan)
+
+    async def give_way(self) -> bool:
+        """When others need the ids: none is there any more, nor made for a while. True if there were any."""
+        self._failed_until = asyncio.get_running_loop().time() + _FAILED_S
+        removals = [self._remove_later(self._ready.popleft()[1]) for _ in range(len(self._ready))]
+        if removals:
+            await asyncio.wait(removals)
+        return bool(removals)
 
     # -- making ------------------------------------------------------------------------------------
 
@@ -142,17 +154,23 @@ class PreparedContainers:
         self._closed = True
         if self._filling is not None:
             self._filling.cancel()
+        alive = self._launcher.is_connected
         while self._ready:
-            self._remove_later(self._ready.popleft()[1])
+            connection, plan = self._ready.popleft()
+            if (
+                alive and connection == self._launcher.connection
+            ):  # else they have ended with it: none is started for that
+                self._remove_later(plan)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REMOVE_S):
                 while self._removing:  # one that is just being made is removed after that
                     await asyncio.wait(self._removing)
 
-    def _remove_later(self, plan: LaunchPlan) -> None:
+    def _remove_later(self, plan: LaunchPlan) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._remove(plan))
         self._removing.add(task)
         task.add_done_callback(self._removing.discard)
+        return task
 
     async def _remove(self, plan: LaunchPlan) -> None:
         """Its ids are given back once nothing of it is left. What resists goes with the node's next start."""
