@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from difflib import unified_diff
 from pathlib import Path
 
@@ -18,6 +20,21 @@ from tests.system.test_container_warm import ASKED, cgroups, limits_of, looked
 
 pytestmark = pytest.mark.root
 PREPARED = {"container": {"prepared": 2}}
+HANDED_ON = (
+    "Umask",
+    "SigB",
+    "SigI",
+    "SigC",
+    "Shd",
+    "Cap",
+    "NoNew",
+    "Seccomp",
+    "Specul",
+    "Cpus_allowed",
+    "Mems_allowed",
+    "TracerPid",
+    "Core",
+)
 
 
 @pytest.fixture
@@ -49,12 +66,32 @@ def _is_agent(pid: int) -> bool:
     return "dsec-agent" in str(Path(f"/proc/{pid}/exe").readlink())
 
 
+def _from_outside(place: Place, cgroup: str) -> list[str]:
+    """What its agent has that a process hands on to what it becomes, without what differs from one to the next."""
+    (pid,) = (pid for pid in _waiting(place, cgroup) if _is_agent(pid))
+    process, ours = Path(f"/proc/{pid}"), Path("/proc/self/ns")
+    said = [line for line in (process / "status").read_text().splitlines() if line.startswith(HANDED_ON)]
+    said += (process / "limits").read_text().splitlines()
+    for name in ("oom_score_adj", "coredump_filter", "timerslack_ns", "personality", "environ", "cmdline", "loginuid"):
+        if (process / name).exists():
+            said.append(f"{name} {(process / name).read_text().strip()}")
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    said.append(f"leads {[int(field) == pid for field in fields[2:4]]} scheduled {fields[15:17]} {fields[37:39]}")
+    said.append(f"processors {os.sched_getaffinity(pid)}")
+    said += sorted(re.sub(r"\d{2,}|sbx_\w+", "N", str(file.readlink())) for file in (process / "fd").iterdir())
+    return said + sorted(
+        name.name for name in ours.iterdir() if name.readlink() == (process / "ns" / name.name).readlink()
+    )
+
+
 async def test_a_sandbox_that_takes_one_cannot_be_told_from_one_that_was_made(
     place: Place, client: AsyncClient
 ) -> None:
     cold = await client.create(ENVIRONMENT, **ASKED)  # type: ignore[arg-type]
     assert cold.id in cgroups(place)
     cold_seen, cold_limits = await looked(cold), limits_of(place, cold.id)
+    await eventually(lambda: not any("pipe:" in line for line in _from_outside(place, cold.id)))  # of its last command
+    cold_agent = _from_outside(place, cold.id)
     await cold.destroy()
     # They are made for what was asked for last, and that was otherwise.
     async with await client.create(ENVIRONMENT, memory="512MiB", cpu=2, pids=500, env={"OTHER": "one"}):
@@ -69,6 +106,10 @@ async def test_a_sandbox_that_takes_one_cannot_be_told_from_one_that_was_made(
 
     differ = "\n".join(unified_diff(cold_seen.splitlines(), seen.splitlines(), lineterm="", n=0))
     assert not differ, differ
+    with suppress(AssertionError):  # what the last command has had may just be closed
+        await eventually(lambda: _from_outside(place, cgroup) == cold_agent, deadline_s=30.0)
+    agent = "\n".join(unified_diff(cold_agent, _from_outside(place, cgroup), lineterm="", n=0))
+    assert not agent, agent
     assert limits_of(place, cgroup) == cold_limits
     assert "OTHER" not in seen
     await taken.destroy()
