@@ -196,12 +196,15 @@ async def test_what_is_left_when_all_that_knew_of_it_were_killed_goes_with_the_n
         await place.ready(client)
         ahead = await _filled(place, client)
         left = place.cgroup_files(next(iter(ahead)))
+        socket = place.run / "sb" / f"{next(iter(ahead))}.sock"
         place.kill_node()
         await eventually(lambda: not cgroups(place))
         for path in left:  # as if its worker had been killed too
             (path / "agent").mkdir(parents=True)
+        await eventually(lambda: not socket.exists())
+        socket.touch()
         place.start_process()
         await place.ready(client)
 
         async with await client.create(ENVIRONMENT):
-            assert not any(path.exists() for path in left)
+            assert not any(path.exists() for path in (*left, socket))

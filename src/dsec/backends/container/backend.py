@@ -43,8 +43,8 @@ from dsec.backends.container.plan import (
     under_names,
 )
 from dsec.backends.container.prepared import PreparedContainers
-from dsec.backends.container.record import ContainerRecord, parse_record, record_of
-from dsec.backends.container.trash import TRASH, put_away_unknown
+from dsec.backends.container.record import ContainerRecord, names_of, parse_record, record_of
+from dsec.backends.container.trash import TRASH, put_away_unknown, remove_unknown_sockets
 from dsec.backends.container.view import LIVE, STATIC, choose_view, find_lxcfs, require_view, view_of
 from dsec.backends.steering import why_not_steered
 from dsec.binaries import find_binary
@@ -480,18 +480,18 @@ class ContainerBackend:
                 await self.launcher.request(LaunchOp.LAYER_UNMOUNT, LayerRef(digest), Done)
 
     def names(self, records: Collection[bytes]) -> frozenset[str]:
-        known = [parse_record(record) for record in records]
-        of_records = {Path(path).name for one in known for path in (one.directory, one.socket.removesuffix(".sock"))}
-        return self._prepared.names.union(of_records) if self._facts is not None else frozenset(of_records)
+        known = names_of(records)
+        return self._prepared.names | known if self._facts is not None else known
 
     async def sweep(self, records: Collection[bytes]) -> None:
         self._looking = asyncio.create_task(asyncio.to_thread(self._disk.look))  # before somebody needs to know
         try:
-            known = {Path(parse_record(record).directory).name for record in records}
+            known = names_of(records)
         except StorageError:
             return  # whose they are cannot be told
         await asyncio.to_thread(put_away_unknown, self._config.sandboxes_dir, known)
         # Of what was prepared when both launcher and node were killed.
+        await asyncio.to_thread(remove_unknown_sockets, self._config.run_dir / "sb", known)
         parent = f"{self._config.cgroup_parent}/{self._node}"
         await asyncio.to_thread(remove_unknown, self._host, parent, known)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
+
 import msgspec
 
 from dsec.core.errors import ProtocolError, StorageError
@@ -67,3 +70,9 @@ def parse_record(data: bytes) -> ContainerRecord:
     if record.version > RECORD_VERSION:
         raise StorageError(f"the record of {record.sandbox} is of version {record.version}, newer than this program")
     return record
+
+
+def names_of(records: Iterable[bytes]) -> frozenset[str]:
+    """What their directories and sockets are called. Raises StorageError."""
+    known = [parse_record(record) for record in records]
+    return frozenset(Path(path).name for one in known for path in (one.directory, one.socket.removesuffix(".sock")))

@@ -21,3 +21,13 @@ def put_away_unknown(sandboxes: Path, known: Collection[str]) -> None:
             trash.mkdir(mode=0o700, exist_ok=True)
             with contextlib.suppress(OSError):  # it stays until the next start
                 directory.rename(trash / f"{directory.name}.{secrets.token_hex(4)}")
+
+
+def remove_unknown_sockets(sockets: Path, known: Collection[str]) -> None:
+    """Those of agents that nobody knows: where launcher and workers were killed together nothing else removes them."""
+    if not sockets.exists():
+        return
+    for socket in sockets.glob("sbx_*.sock"):
+        if socket.stem not in known:
+            with contextlib.suppress(OSError):
+                socket.unlink()
