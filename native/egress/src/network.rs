@@ -147,15 +147,15 @@ impl Sockets {
 /// In the namespace of this thread.
 fn set_up() -> Result<(Family, Option<Family>)> {
     loopback_up().doing("bringing lo up")?;
-    std::fs::write(NO_PINGS, "1").doing("refusing pings")?;
+    set(NO_PINGS, b"1").doing("refusing pings")?;
     let mut netlink = Netlink::open().doing("asking for routes")?;
     let v4 = family(&mut netlink, steering::OWN.into(), steering::OURS.into())?;
     if !Path::new(NO_IPV6).exists() {
         return Ok((v4, None));
     }
-    std::fs::write(NO_PINGS_6, "1").doing("refusing pings")?;
+    set(NO_PINGS_6, b"1").doing("refusing pings")?;
     // A machine may have switched it off for everybody: then it is off here, too.
-    let on = std::fs::write(NO_IPV6, "0");
+    let on = set(NO_IPV6, b"0");
     let v6 = on.doing("having IPv6").and_then(|()| {
         family(
             &mut netlink,
@@ -196,6 +196,12 @@ fn bound(make: impl Fn(u16) -> io::Result<OwnedFd>) -> io::Result<OwnedFd> {
         }
     }
     last
+}
+
+/// A setting of the kernel's, which is there: files that are not may not be made here.
+fn set(path: &str, value: &[u8]) -> std::io::Result<()> {
+    let mut file = std::fs::OpenOptions::new().write(true).open(path)?;
+    std::io::Write::write_all(&mut file, value)
 }
 
 #[cfg(test)]

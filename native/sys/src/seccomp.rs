@@ -70,12 +70,15 @@ const X32_BIT: u32 = 0x4000_0000;
 const ALLOW: u32 = 0x7fff_0000;
 const KILL_PROCESS: u32 = 0x8000_0000;
 const FORBID: u32 = 0x0005_0000 | libc::EPERM as u32;
+const MISSING: u32 = 0x0005_0000 | libc::ENOSYS as u32;
 
 /// When a call is allowed.
 pub enum When<'a> {
     Always,
     /// The lower half of this argument, under the mask, is one of these.
     Argument(u32, u32, &'a [u32]),
+    /// Never: it is answered as on a kernel that does not have it, and the caller takes an older one.
+    Missing,
 }
 
 /// All that is not in the list is EPERM; calls of another architecture end the process.
@@ -105,7 +108,11 @@ pub fn allow_only(calls: &[(libc::c_long, When)]) -> Vec<Instruction> {
             }
             body.push(step(RETURN, FORBID, 0, 0));
         }
-        body.push(step(RETURN, ALLOW, 0, 0));
+        let answer = match when {
+            When::Missing => MISSING,
+            _ => ALLOW,
+        };
+        body.push(step(RETURN, answer, 0, 0));
         program.push(step(JUMP_EQUAL, *number as u32, 0, body.len() as u8));
         program.extend(body);
     }
