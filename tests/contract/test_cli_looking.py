@@ -302,6 +302,13 @@ def test_quiet_is_without_talk_but_with_errors(here: Here, service: RunningServi
     assert here.error("--quiet", "rm", "nobody")[0].startswith("error: ")
 
 
+def test_what_starts_from_a_snapshot_starts_from_nothing_else(tmp_path: Path) -> None:
+    done = _alone(tmp_path, "create", "base", "--snapshot", "built")
+
+    assert done.returncode == 2
+    assert "leave the environment out" in done.stderr
+
+
 # ---- doctor --------------------------------------------------------------------------------------
 
 

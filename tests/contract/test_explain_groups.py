@@ -10,6 +10,7 @@ import dsec
 from dsec.api.explaining import caps_of_levels, caps_together, group_places
 from dsec.core.limits import GIB
 from dsec.core.spec import Environment, Place, SandboxSpec
+from dsec.sdk.compose import read_compose
 from dsec.wire.errors import ErrorBody
 from dsec.wire.peers import RELAYS
 from dsec.wire.plans import CapVerdict, CreatePlan, NodeFacts
@@ -115,3 +116,14 @@ def test_by_sdk_and_command_it_is_what_a_start_would_meet(service: RunningServic
     assert done.returncode == 1, done.stderr
     assert "it would be refused" in done.stdout
     assert "none for web" in done.stdout
+
+
+def test_a_volume_that_up_would_make_keeps_no_member_from_a_node(tmp_path: Path) -> None:
+    text = "services: {web: {image: base, volumes: ['kept:/data', 'there:/old']}}\nvolumes: {kept: {}, there: {}}"
+    (tmp_path / "compose.yaml").write_text(text)
+    read = read_compose(tmp_path / "compose.yaml", name="plan", variables={})
+
+    asked = read.without(frozenset({"plan-kept"})).request(timeout_s=5)
+
+    assert [mount.name for mount in read.members["web"].spec.volumes] == ["plan-kept", "plan-there"]
+    assert [mount.name for mount in asked.members["web"].spec.volumes] == ["plan-there"]

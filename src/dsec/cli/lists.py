@@ -62,8 +62,13 @@ def register(app: typer.Typer) -> None:
 
 def create(
     environment: Annotated[
-        str, typer.Argument(help="What it starts from.", autocompletion=complete_environment)
-    ] = "base",
+        str | None,
+        typer.Argument(
+            help="What it starts from: base, unless it is another.",
+            autocompletion=complete_environment,
+            show_default=False,
+        ),
+    ] = None,
     backend: Substrate = "container",
     cpu: Cpu = None,
     memory: Memory = None,
@@ -109,12 +114,14 @@ def create(
 ) -> None:
     """Create a sandbox and say its id. It lives until `dsec rm`, or its time to live is over."""
 
+    if snapshot is not None and environment is not None:
+        raise typer.BadParameter("it starts from the snapshot: leave the environment out", param_hint="ENVIRONMENT")
     probe: dict[str, Any] = {"port": ready_port, "shell": ready_shell}
 
     async def work() -> None:
         async with client() as c:
             sandbox = await c.create(
-                environment,
+                environment or "base",
                 backend=backend,
                 cpu=cpu,
                 memory=memory,

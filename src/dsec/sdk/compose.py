@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.ids import parse_name
@@ -74,6 +76,15 @@ class Composed:
     images: dict[str, str]  # as written → name of the environment
     volumes: tuple[str, ...]
     notes: tuple[str, ...]  # what is there in the file and means less here
+
+    def without(self, volumes: frozenset[str]) -> Composed:
+        """The same, with nothing mounted from these."""
+
+        def spared(member: GroupMember) -> GroupMember:
+            mounts = tuple(mount for mount in member.spec.volumes if mount.name not in volumes)
+            return msgspec.structs.replace(member, spec=msgspec.structs.replace(member.spec, volumes=mounts))
+
+        return replace(self, members={name: spared(member) for name, member in self.members.items()})
 
     def request(self, *, timeout_s: float) -> GroupRequest:
         """Raises InvalidArgumentError."""

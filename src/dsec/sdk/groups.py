@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from dsec.core import limits
 from dsec.core.errors import InvalidArgumentError, NotFoundError, SandboxError
 from dsec.core.ids import parse_name
+from dsec.sdk.leaving import body_first
 from dsec.sdk.paging import all_pages
 from dsec.sdk.requests import as_list, as_mapping, make_spec
 from dsec.sdk.starting import Story, followed, have_image
@@ -91,7 +92,8 @@ class AsyncGroup:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self.down()
+        with body_first(error):
+            await self.down()
 
 
 class AsyncGroups:
@@ -142,11 +144,13 @@ class AsyncGroups:
         profiles: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
     ) -> GroupExplanation:
-        """As `explain`, of what `from_compose` would start. No image is pulled, and no volume made: that one is not
-        there is told."""
+        """As `explain`, of what `from_compose` would start. No image is pulled: that one is not there is told. No
+        volume is made, and those that `from_compose` would make keep no member from a node."""
         from dsec.sdk.compose import read_compose
 
         read = await asyncio.to_thread(read_compose, Path(path), name=name, profiles=profiles, variables=variables)
+        made = {volume.name for volume in await self._client.volumes.list()} if read.volumes else set[str]()
+        read = read.without(frozenset(read.volumes) - made)
         return await self._explain(read.request(timeout_s=limits.CREATE_TIMEOUT_S_DEFAULT))
 
     async def _explain(self, request: GroupRequest) -> GroupExplanation:

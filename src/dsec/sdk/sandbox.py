@@ -17,6 +17,7 @@ from dsec.core.spec import Environment, Place, ReadyProbe, VolumeMount, check_pa
 from dsec.core.states import ENDED
 from dsec.sdk import transfer
 from dsec.sdk.files import AsyncFiles
+from dsec.sdk.leaving import body_first
 from dsec.sdk.output import Offsets
 from dsec.sdk.ports import AsyncConnection, open_connection
 from dsec.sdk.process import AsyncProcess
@@ -564,7 +565,8 @@ class AsyncSandbox:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self.destroy()
+        with body_first(error):
+            await self.destroy()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} {self._info.state}>"

@@ -8,6 +8,7 @@ import msgspec
 
 from dsec.core import limits
 from dsec.core.errors import SessionNotFoundError
+from dsec.sdk.leaving import body_first
 from dsec.sdk.requests import Command, make_exec
 from dsec.sdk.results import ExecResult
 from dsec.sdk.running import OutputCallback, failure_of, run_command
@@ -102,4 +103,5 @@ class AsyncSession:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self.close()
+        with body_first(error):
+            await self.close()

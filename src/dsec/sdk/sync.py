@@ -1085,8 +1085,8 @@ class Groups(Blocking[AsyncGroups]):
         profiles: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
     ) -> GroupExplanation:
-        """As `explain`, of what `from_compose` would start. No image is pulled, and no volume made: that one is not
-        there is told."""
+        """As `explain`, of what `from_compose` would start. No image is pulled: that one is not there is told. No
+        volume is made, and those that `from_compose` would make keep no member from a node."""
         return portal().run(self._async.explain_compose(path, name=name, profiles=profiles, variables=variables))
 
     def from_compose(
