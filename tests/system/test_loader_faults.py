@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -50,9 +51,18 @@ def test_layers_are_mounted_also_while_the_supervisor_is_dead(site: Site) -> Non
 
 def test_it_has_the_rights_that_it_needs_and_no_others(site: Site) -> None:
     needed = {0, 1, 2, 3, 4, 14, 19, 21, 24}  # files, memory that stays, who has a device open, mounts, limits
-    os.kill(site.loader.hello().pid, signal.SIGKILL)  # the next one has no more
-    until(site.loader.is_running)
-    for pid in (site.loader.hello().pid, supervisor(site)):
+    old = site.loader.hello().pid
+    os.kill(old, signal.SIGKILL)  # the next one has no more
+
+    found = [old]
+
+    def follows() -> bool:
+        with suppress(UnavailableError):  # the dead one's connection, or the time between the two
+            found[0] = site.loader.hello().pid
+        return found[0] != old
+
+    until(follows)
+    for pid in (*found, supervisor(site)):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
         for name in ("CapPrm", "CapEff", "CapBnd"):
