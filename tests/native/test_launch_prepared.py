@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,6 @@ AS_SEEN = (
     "cat /proc/self/mountinfo; grep -e ^Cap -e ^Sec -e ^NoNew -e ^Uid -e ^Groups -e ^Umask /proc/self/status"
     "; cat /proc/1/cgroup /proc/sys/kernel/shmmni /etc/hosts /proc/sys/kernel/hostname; ls -l /dev /dev/shm /proc/sys"
 )
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return wire.make_image(tmp_path_factory.mktemp("image") / "root")
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory, image: Path) -> Iterator[Host]:
-    with wire.running_host(tmp_path_factory.mktemp("host") / "host") as host:
-        client = host.start()
-        client.call("layer_mount", LayerMount(digest="image", kind="directory", meta=str(image)))
-        yield host
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,6 @@ pytestmark = [pytest.mark.root]
 OUTSIDE = "check cgroups directories socket clone cgroups_v1 maps overlay binds etc proc masks"
 INSIDE = "ids cgroupns network mounts sysctls view root rlimits capabilities seccomp agent"
 STEPS = f"{OUTSIDE} {INSIDE}".split()
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return wire.make_image(tmp_path_factory.mktemp("image") / "root")
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory, image: Path) -> Iterator[Host]:
-    with wire.running_host(tmp_path_factory.mktemp("host") / "host") as host:
-        client = host.start()
-        client.call("layer_mount", LayerMount(digest="image", kind="directory", meta=str(image)))
-        yield host
 
 
 @pytest.fixture

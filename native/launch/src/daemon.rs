@@ -23,10 +23,11 @@ use crate::layers::Layers;
 use crate::records::Record;
 use crate::sandboxes::Sandboxes;
 use crate::steps::check::{check_name, check_path};
+use crate::steps::Job;
 use crate::sysfs::Sysfs;
 use crate::system::Kernel;
 use crate::trash;
-use crate::view::Views;
+use crate::view::{Shown, Views};
 use crate::wire::{
     self, DestroyArgs, ExitEvent, LaunchFailure, LaunchPlan, Launched, Nothing, LAUNCH_VERSION,
 };
@@ -59,6 +60,31 @@ pub struct Setting<'a> {
     /// Held as long as the daemon lives; its workers let go of it.
     pub lock: OwnedFd,
     pub test_hooks: bool,
+}
+
+impl Setting<'_> {
+    /// What every launch is given, with nothing of what will run yet.
+    fn job<'b>(
+        &'b self,
+        plan: &'b LaunchPlan,
+        filter_agent: Option<&'b [Instruction]>,
+        sysfs: PathBuf,
+    ) -> Job<'b> {
+        Job {
+            plan,
+            host_mounts: &self.host_mounts,
+            bare_mounts: &self.bare_mounts,
+            layers_by_name: self.layers_by_name,
+            agent: &self.agent.file,
+            lowers: Vec::new(),
+            filter_agent,
+            sysfs,
+            lobby: self.sysfs.lobby(),
+            view: Shown::nothing(),
+            config: Vec::new(),
+            fail_step: None,
+        }
+    }
 }
 
 pub struct Daemon<'a> {

@@ -161,29 +161,16 @@ pub fn prepare(system: &dyn System, job: &Job, channel: &OwnedFd) -> Report {
     let (mut clock, mut undo) = (Clock::start(job.fail_step.clone()), Undo::default());
     let made = begin(system, job, true, &mut clock, &mut undo);
     clock.end();
-    let waited = made.and_then(|(begun, _)| {
+    let ordered = made.and_then(|(begun, _)| {
         let order = wait_for_order(system, channel, &begun)?;
         Ok((begun, order))
     });
-    let (begun, order) = match waited {
-        Ok((begun, Some(order))) => (begun, order),
-        Ok((_, None)) => return given_up(system, job, undo),
-        Err(error) => {
-            let failed = conclude(system, job, Err(error), &clock, undo, Instant::now());
-            return failed.into();
-        }
-    };
     let began = Instant::now();
-    let ordered = match Ordered::read(&order, Vec::new()) {
-        Ok(ordered) => ordered,
-        Err(error) => {
-            return conclude(system, job, Err(error), &clock, undo, began).into();
-        }
+    let launched = match ordered {
+        Ok((begun, Some(order))) => carry_out(system, job, &order, begun, &mut clock),
+        Ok((_, None)) => return given_up(system, job, undo),
+        Err(error) => Err(error),
     };
-    let launched = ordered.job(job).and_then(|whole| {
-        clock = Clock::start(whole.fail_step.clone());
-        complete(system, &whole, job.plan, &order, begun, &mut clock)
-    });
     conclude(system, job, launched, &clock, undo, began).into()
 }
 
@@ -213,17 +200,20 @@ fn given_up(system: &dyn System, job: &Job, mut undo: Undo) -> Report {
     }
 }
 
-fn complete(
+/// What `made` was the beginning of, as the order has it.
+fn carry_out(
     system: &dyn System,
-    job: &Job,
-    before: &LaunchPlan,
+    made: &Job,
     order: &[u8],
     mut begun: Begun,
     clock: &mut Clock,
 ) -> Result<Launched> {
+    let ordered = Ordered::read(order, Vec::new())?;
+    let job = &ordered.job(made)?;
+    *clock = Clock::start(job.fail_step.clone());
     clock.begin(Step::Check)?;
     check(job.plan)?;
-    let (covers, copies) = catch_up(system, job, before, &begun, clock)?;
+    let (covers, copies) = catch_up(system, job, made.plan, &begun, clock)?;
     let files: Vec<_> = covers.iter().map(|cover| cover.mount.as_fd()).collect();
     let told = system.pass(begun.child.go.as_fd(), order, &files);
     if let Err(error) = told.doing("tell", "the new process") {
@@ -485,11 +475,7 @@ mod tests {
 
     #[test]
     fn an_order_longer_than_a_message_is_none() {
-        let view = Shown {
-            sources: Vec::new(),
-            kind: ViewKind::Host,
-            server: None,
-        };
+        let view = Shown::nothing();
 
         let order = Order::new(&[0; ORDER_BYTES_MAX], Vec::new(), Vec::new(), &view, None);
 

@@ -54,11 +54,12 @@ pub fn load_filter(instructions: &[Instruction]) -> io::Result<()> {
     Ok(())
 }
 
-const LOAD: u16 = 0x20;
-const AND: u16 = 0x54;
-const JUMP_EQUAL: u16 = 0x15;
-const JUMP_AT_LEAST: u16 = 0x35;
-const RETURN: u16 = 0x06;
+pub const LOAD: u16 = 0x20;
+pub const AND: u16 = 0x54;
+pub const JUMP: u16 = 0x05;
+pub const JUMP_EQUAL: u16 = 0x15;
+pub const JUMP_AT_LEAST: u16 = 0x35;
+pub const RETURN: u16 = 0x06;
 
 const AT_NUMBER: u32 = 0;
 const AT_ARCHITECTURE: u32 = 4;

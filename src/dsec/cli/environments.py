@@ -26,6 +26,7 @@ from dsec.cli.console import (
     warn_of,
     when,
 )
+from dsec.cli.options import Owner
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
@@ -108,14 +109,7 @@ def build(
     environment: Annotated[
         str | None, typer.Option(metavar="NAME", help="With --store: its name there.", show_default=False)
     ] = None,
-    owner: Annotated[
-        str,
-        typer.Option(
-            metavar="HOW",
-            help="keep, squash or root: whose the files become.",
-            autocompletion=one_of("keep", "squash", "root"),
-        ),
-    ] = "keep",
+    owner: Owner = "keep",
     replace: Annotated[bool, typer.Option("--replace", help="Give the name to other content.")] = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Build even what was built before.")] = False,
     node: OnNode = None,

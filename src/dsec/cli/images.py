@@ -10,6 +10,7 @@ import typer
 from dsec.cli.completion import complete_environment, one_of
 from dsec.cli.console import Json, client, put_json, run_async, settings
 from dsec.cli.environments import Progress
+from dsec.cli.options import Owner
 from dsec.cli.pages import command
 
 if TYPE_CHECKING:
@@ -36,14 +37,7 @@ def pull(
             metavar="[NAME]", help="Of the environment; as the image is called without it.", show_default=False
         ),
     ] = None,
-    owner: Annotated[
-        str,
-        typer.Option(
-            metavar="HOW",
-            help="keep, squash or root: whose the files become.",
-            autocompletion=one_of("keep", "squash", "root"),
-        ),
-    ] = "keep",
+    owner: Owner = "keep",
     replace: Annotated[bool, typer.Option("--replace", help="Give the name to other content.")] = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Build even what was built before.")] = False,
     json: Json = False,

@@ -92,3 +92,13 @@ def egress_of(given: list[str] | None) -> list[str] | None:
             "none is nothing at all, and cannot stand beside hosts", param_hint="--egress, --allow"
         )
     return [] if given == ["none"] else given or None
+
+
+Owner = Annotated[
+    str,
+    typer.Option(
+        metavar="HOW",
+        help="keep, squash or root: whose the files become.",
+        autocompletion=one_of("keep", "squash", "root"),
+    ),
+]

@@ -10,8 +10,7 @@ use crate::error::{Doing, Error, Result};
 use crate::prepare::{prepare, serves, Order};
 use crate::steps::check::{check, check_name};
 use crate::steps::Job;
-use crate::view::Shown;
-use crate::wire::{DestroyArgs, LaunchFailure, LaunchPlan, Nothing, ViewKind};
+use crate::wire::{DestroyArgs, LaunchFailure, LaunchPlan, Nothing};
 use crate::workers::{Origin, Report, Task, OURSELVES};
 
 /// Each is two processes that wait, and takes part in each turn of the daemon.
@@ -63,22 +62,8 @@ impl Daemon<'_> {
                     return Report::default();
                 };
                 let job = Job {
-                    plan,
-                    host_mounts: &setting.host_mounts,
-                    bare_mounts: &setting.bare_mounts,
-                    layers_by_name: setting.layers_by_name,
-                    agent: &setting.agent.file,
-                    lowers: Vec::new(),
-                    filter_agent: filter_agent.as_deref(),
-                    sysfs,
-                    lobby: setting.sysfs.lobby(),
-                    view: Shown {
-                        sources: Vec::new(),
-                        kind: ViewKind::Host,
-                        server: None,
-                    },
-                    config: Vec::new(),
                     fail_step,
+                    ..setting.job(plan, filter_agent.as_deref(), sysfs)
                 };
                 prepare(system, &job, &theirs)
             })?;

@@ -106,18 +106,11 @@ impl Daemon<'_> {
                     return Report::default();
                 };
                 let job = Job {
-                    plan,
-                    host_mounts: &setting.host_mounts,
-                    bare_mounts: &setting.bare_mounts,
-                    layers_by_name: setting.layers_by_name,
-                    agent: &setting.agent.file,
                     lowers: parts.lowers,
-                    filter_agent: filter_agent.as_deref(),
-                    sysfs,
-                    lobby: setting.sysfs.lobby(),
                     view: parts.view,
                     config,
                     fail_step: parts.fail_step,
+                    ..setting.job(plan, filter_agent.as_deref(), sysfs)
                 };
                 launch(system, &job).into()
             })?;

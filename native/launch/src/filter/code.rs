@@ -1,13 +1,7 @@
 //! Instructions of the kernel's classic filter machine, as far as programs here need them.
 
 use dsec_sys::seccomp::Instruction;
-
-pub const LOAD: u16 = 0x20;
-pub const AND: u16 = 0x54;
-pub const JUMP: u16 = 0x05;
-pub const JUMP_EQUAL: u16 = 0x15;
-pub const JUMP_AT_LEAST: u16 = 0x35;
-pub const RETURN: u16 = 0x06;
+pub use dsec_sys::seccomp::{AND, JUMP, JUMP_AT_LEAST, JUMP_EQUAL, LOAD, RETURN};
 
 pub fn load(offset: u32) -> Instruction {
     jump(LOAD, offset, 0, 0)

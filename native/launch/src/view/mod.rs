@@ -47,6 +47,17 @@ pub struct Shown {
     pub server: Option<i32>,
 }
 
+impl Shown {
+    /// But the machine.
+    pub fn nothing() -> Shown {
+        Shown {
+            sources: Vec::new(),
+            kind: ViewKind::Host,
+            server: None,
+        }
+    }
+}
+
 impl<'a> Views<'a> {
     /// `below` is the directory of layers in the pinned namespace, `run` that of the daemon.
     pub fn open(
@@ -76,11 +87,7 @@ impl<'a> Views<'a> {
     /// The files for `wanted`, made if no other sandbox has the same. Live ones where that is wanted and can be had.
     pub fn show(&mut self, wanted: Option<&ResourceView>) -> Result<Shown> {
         let Some(wanted) = wanted else {
-            return Ok(Shown {
-                sources: Vec::new(),
-                kind: ViewKind::Host,
-                server: None,
-            });
+            return Ok(Shown::nothing());
         };
         let mut sources = self.of_processors(wanted.cpus)?;
         let live = wanted.live.then(|| self.live.memory()).flatten();

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import msgspec
@@ -61,7 +61,7 @@ class PreparedContainers:
         self._pattern: LaunchPlan | None = None
         self._creating = 0
         self._filling: asyncio.Task[None] | None = None
-        self._removing: set[asyncio.Task[None]] = set()
+        self._under_way: set[asyncio.Task[None]] = set()
         self._failed_until = 0.0
         self._closed = False
         self.is_known = False  # whether the launcher that runs makes any; one of before may not
@@ -98,7 +98,7 @@ class PreparedContainers:
         while self._ready:
             connection, made = self._ready.popleft()
             wanted = _under_names_of(made, plan)
-            if self._launcher.is_connected and connection == self._launcher.connection and serves(made, wanted):
+            if self._lives(connection) and serves(made, wanted):
                 return wanted
             self._remove_later(made)
         return None
@@ -122,11 +122,8 @@ class PreparedContainers:
         await asyncio.sleep(max(_QUIET_S, self._failed_until - loop.time()))
         while len(self._ready) < self._wanted and self._pattern is not None:
             # Not to be cut short: what the launcher has been told must be known here.
-            making = loop.create_task(self._make(self._pattern))
-            self._removing.add(making)
-            making.add_done_callback(self._removing.discard)
             try:
-                await asyncio.shield(making)
+                await asyncio.shield(self._track(self._make(self._pattern)))
             except (DsecError, LauncherRefusal) as error:
                 self._failed_until = loop.time() + _FAILED_S
                 log.warning("a container could not be prepared", error=str(error))
@@ -154,22 +151,28 @@ class PreparedContainers:
         self._closed = True
         if self._filling is not None:
             self._filling.cancel()
-        alive = self._launcher.is_connected
-        while self._ready:
-            connection, plan = self._ready.popleft()
-            if (
-                alive and connection == self._launcher.connection
-            ):  # else they have ended with it: none is started for that
-                self._remove_later(plan)
+        # Those of a launcher that is gone have ended with it: none is started for that.
+        left = [plan for connection, plan in self._ready if self._lives(connection)]
+        self._ready.clear()
+        for plan in left:
+            self._remove_later(plan)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REMOVE_S):
-                while self._removing:  # one that is just being made is removed after that
-                    await asyncio.wait(self._removing)
+                while self._under_way:  # one that is just being made is removed after that
+                    await asyncio.wait(self._under_way)
+
+    def _lives(self, connection: int) -> bool:
+        """What was asked for by that one waits still."""
+        return self._launcher.is_connected and connection == self._launcher.connection
 
     def _remove_later(self, plan: LaunchPlan) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(self._remove(plan))
-        self._removing.add(task)
-        task.add_done_callback(self._removing.discard)
+        return self._track(self._remove(plan))
+
+    def _track(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """It goes on whatever becomes of who waits for it; `close` waits for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
         return task
 
     async def _remove(self, plan: LaunchPlan) -> None:
