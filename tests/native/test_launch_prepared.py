@@ -22,7 +22,7 @@ AFTER_OUTSIDE = ["check", "cgroups", "clone", "overlay", "binds", "etc"]
 AFTER_INSIDE = ["cgroupns", "rlimits", "mounts", "sysctls", "view", "root", "capabilities", "seccomp", "agent"]
 POLLS = {"7", "271"}  # poll, ppoll
 AS_SEEN = (
-    "cat /proc/self/mountinfo; grep -e ^Cap -e ^Sec -e ^NoNew -e ^Uid -e ^Groups -e ^Umask /proc/self/status"
+    "cat /proc/self/mountinfo; grep -e ^Cap -e ^Cpus -e ^Sec -e ^NoNew -e ^Uid -e ^Groups -e ^Umask /proc/self/status"
     "; cat /proc/1/cgroup /proc/sys/kernel/shmmni /etc/hosts /proc/sys/kernel/hostname; ls -l /dev /dev/shm /proc/sys"
 )
 

@@ -9,6 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use dsec_sys::processors::{unchanged, ProcessorSet};
 use dsec_sys::seccomp::Instruction;
 use dsec_sys::seqpacket::{next_signal, wait_ready, Interest};
 use serde::Serialize;
@@ -80,6 +81,7 @@ impl Setting<'_> {
             filter_agent,
             sysfs,
             lobby: self.sysfs.lobby(),
+            processors: unchanged().unwrap_or(ProcessorSet::ALL),
             view: Shown::nothing(),
             config: Vec::new(),
             fail_step: None,

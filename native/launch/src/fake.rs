@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use dsec_sys::identity::CapabilitySets;
 use dsec_sys::namespaces::{Clone, Origin, Side};
+use dsec_sys::processors::ProcessorSet;
 use dsec_sys::seccomp::Instruction;
 use serde_bytes::ByteBuf;
 
@@ -185,6 +186,7 @@ impl Parts {
                 network: self.file.as_fd(),
                 ipc: self.file.as_fd(),
             },
+            processors: ProcessorSet::EMPTY,
             view: Shown {
                 sources: vec![Source {
                     path: "/layers/.views/meminfo".into(),
@@ -464,6 +466,12 @@ impl System for Fake {
             pid: 4242,
             pidfd: null(),
         })
+    }
+    fn part_from(&self, process: i32, _: &ProcessorSet) {
+        self.log.borrow_mut().push(format!("part_from {process}"));
+    }
+    fn run_on(&self, _: &ProcessorSet) {
+        self.log.borrow_mut().push("run_on".into());
     }
     fn kill(&self, _: BorrowedFd) -> io::Result<()> {
         self.note("kill".into())?;

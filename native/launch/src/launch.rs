@@ -264,7 +264,7 @@ pub fn catch_up<'a>(
 
 /// The new process, as seen from here.
 pub struct Child {
-    pid: i32,
+    pub pid: i32,
     process: OwnedFd,
     pub go: OwnedFd,
     pub report: OwnedFd,

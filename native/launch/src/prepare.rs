@@ -215,6 +215,7 @@ fn carry_out(
     check(job.plan)?;
     let (covers, copies) = catch_up(system, job, made.plan, &begun, clock)?;
     let files: Vec<_> = covers.iter().map(|cover| cover.mount.as_fd()).collect();
+    system.part_from(begun.child.pid, &job.processors);
     let told = system.pass(begun.child.go.as_fd(), order, &files);
     if let Err(error) = told.doing("tell", "the new process") {
         return Err(why(system, &mut begun.child, error)); // it may have ended just before
@@ -297,6 +298,7 @@ mod tests {
             "write_file /cg2/s/pids.max 99",
             "clone_mount \"/layers/.views/meminfo\"",
             "clone_mount \"/layers/base\"",
+            "part_from 4242",
             "pass 1",
             "make_mount \"overlay\"",
             "write r",
@@ -343,7 +345,9 @@ mod tests {
             "set_hostname mine",
             "set_limit 7 5 6",
             "resolve \"/proc/meminfo\"",
-            "run",
+            "run_on",
+            "arrange",
+            "run [",
         ];
         let places: Vec<usize> = order.iter().map(|call| system.place(call)).collect();
         assert!(

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use dsec_sys::identity::CapabilitySets;
 use dsec_sys::namespaces::{self, Clone, Origin, Side};
+use dsec_sys::processors::{self, ProcessorSet};
 use dsec_sys::seccomp::Instruction;
 use dsec_sys::seqpacket::{Interest, Kind};
 use dsec_sys::{identity, mounts, passing, paths, score, sealed, seccomp, seqpacket};
@@ -110,6 +111,10 @@ pub trait System {
     /// A new process that begins in `origin`, with a cgroup namespace of that place. `meanwhile` is done here, while it comes
     /// to be, and it has nothing of that.
     fn clone(&self, origin: &Origin, how: &Clone, meanwhile: &mut dyn FnMut()) -> io::Result<Side>;
+    /// Our own process and that one, which both go on, run on different processors from now on. Where that cannot be, they
+    /// take turns.
+    fn part_from(&self, process: i32, all: &ProcessorSet);
+    fn run_on(&self, processors: &ProcessorSet);
     fn kill(&self, process: BorrowedFd) -> io::Result<()>;
     /// Waits until a pipe has something to say, or a process has ended; an error when it does not in time.
     fn wait_readable(&self, file: BorrowedFd, timeout: Duration) -> io::Result<()>;
@@ -443,6 +448,15 @@ impl System for Kernel {
 
     fn clone(&self, origin: &Origin, how: &Clone, meanwhile: &mut dyn FnMut()) -> io::Result<Side> {
         namespaces::clone_from(origin, how, meanwhile)
+    }
+
+    fn part_from(&self, process: i32, all: &ProcessorSet) {
+        let _ = processors::part_from(process, all);
+    }
+
+    fn run_on(&self, set: &ProcessorSet) {
+        // Who was kept apart can be let go again; for others nothing changes.
+        let _ = processors::restrict(set);
     }
 
     fn kill(&self, process: BorrowedFd) -> io::Result<()> {

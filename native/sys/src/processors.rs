@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::result::check;
+use crate::result::{check, check_long};
 
 /// Processors that can be named: as many as the C library's own sets have.
 pub const PROCESSORS_MAX: usize = 1024;
@@ -17,6 +17,9 @@ pub struct ProcessorSet {
 
 impl ProcessorSet {
     pub const EMPTY: ProcessorSet = ProcessorSet { words: [0; WORDS] };
+    pub const ALL: ProcessorSet = ProcessorSet {
+        words: [u64::MAX; WORDS],
+    };
 
     pub fn contains(&self, processor: usize) -> bool {
         processor < PROCESSORS_MAX && self.words[processor / 64] >> (processor % 64) & 1 == 1
@@ -26,6 +29,12 @@ impl ProcessorSet {
     pub fn insert(&mut self, processor: usize) {
         if processor < PROCESSORS_MAX {
             self.words[processor / 64] |= 1 << (processor % 64);
+        }
+    }
+
+    pub fn remove(&mut self, processor: usize) {
+        if processor < PROCESSORS_MAX {
+            self.words[processor / 64] &= !(1 << (processor % 64));
         }
     }
 
@@ -63,18 +72,46 @@ pub fn allowed() -> io::Result<ProcessorSet> {
     Ok(set)
 }
 
+/// What to ask for so that the calling thread may run where it may now: those that are brought online later are among them,
+/// unless it has been kept to some.
+pub fn unchanged() -> io::Result<ProcessorSet> {
+    let here = allowed()?;
+    // SAFETY: no pointers.
+    let online = check_long(unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) })?;
+    let kept = here.count() < usize::try_from(online).unwrap_or(usize::MAX);
+    Ok(if kept { here } else { ProcessorSet::ALL })
+}
+
 /// From now on the calling thread, and what it starts, runs on these only.
 pub fn restrict(processors: &ProcessorSet) -> io::Result<()> {
+    restrict_thread(0, processors)
+}
+
+/// As `restrict`, another thread.
+pub fn restrict_thread(thread: i32, processors: &ProcessorSet) -> io::Result<()> {
     // SAFETY: the kernel reads at most the given number of bytes of the set, which is plain numbers.
     check(unsafe {
         libc::syscall(
             libc::SYS_sched_setaffinity,
-            0,
+            thread,
             std::mem::size_of::<ProcessorSet>(),
             std::ptr::from_ref(processors),
         )
     } as i32)?;
     Ok(())
+}
+
+/// From now on the calling thread runs only where it does now, and `other` anywhere else of `all`. The kernel wakes a thread
+/// where its waker runs, in the belief that this one is about to sleep: of two that go on, one would wait for the other.
+/// On an error, as where there is but one processor, nothing has changed.
+pub fn part_from(other: i32, all: &ProcessorSet) -> io::Result<()> {
+    let here = current();
+    let mut elsewhere = *all;
+    elsewhere.remove(here);
+    restrict_thread(other, &elsewhere)?;
+    let mut only = ProcessorSet::EMPTY;
+    only.insert(here);
+    restrict(&only).or_else(|error| restrict_thread(other, all).and(Err(error)))
 }
 
 /// The one that the calling thread runs on just now.
@@ -102,6 +139,38 @@ mod tests {
         assert_eq!(all.some_from(0, 99), all);
         assert_eq!(all.some_from(usize::MAX, 1), set(&[0]));
         assert_eq!(ProcessorSet::EMPTY.some_from(0, 1).count(), 0);
+    }
+
+    #[test]
+    fn two_that_part_run_on_different_ones() {
+        let all = allowed().unwrap();
+        let (told, tell) = std::sync::mpsc::channel();
+        let (end, ended) = std::sync::mpsc::channel::<()>();
+        let other = std::thread::spawn(move || {
+            // SAFETY: no pointers.
+            told.send(unsafe { libc::gettid() }).unwrap();
+            let _ = ended.recv();
+            allowed().unwrap()
+        });
+        let parted = part_from(tell.recv().unwrap(), &unchanged().unwrap());
+        let ours = allowed().unwrap();
+        drop(end);
+        let theirs = other.join().unwrap();
+        restrict(&all).unwrap();
+
+        match parted {
+            Ok(()) => {
+                assert_eq!((ours.count(), theirs.count()), (1, all.count() - 1));
+                assert!(
+                    (0..PROCESSORS_MAX).all(|one| !(ours.contains(one) && theirs.contains(one)))
+                );
+            }
+            Err(error) => {
+                assert_eq!((error.raw_os_error(), all.count()), (Some(libc::EINVAL), 1));
+                assert_eq!((ours, theirs), (all, all));
+            }
+        }
+        assert_eq!(allowed().unwrap(), all);
     }
 
     #[test]

@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from typing import Final
 
 from dsec.agent.client import AgentClient
 from dsec.backends.base import Backend, Instance, InstanceSpec
@@ -56,6 +58,8 @@ from dsec.wire.plans import CreatePlan
 from dsec.wire.records import CreateRequest, ExecRequest, Sandbox
 
 log = get_logger(__name__)
+
+_ANSWERED_S: Final = 0.001  # by then its answer is out
 
 # Nothing of these is a failed launch: the request, or the moment, was wrong.
 _PASSED = (InvalidArgumentError, NotFoundError, ConflictError, UnsupportedError, CapacityError)
@@ -222,7 +226,11 @@ class Creation:
         took_s = clock.monotonic_s() - started
         metrics.CREATES.labels(spec.substrate).inc()
         metrics.CREATE_SECONDS.labels(spec.substrate).observe(took_s)
-        log.info("sandbox created", sandbox=sandbox.id, substrate=str(spec.substrate), took_s=round(took_s, 6))
+        # Once the caller has its answer, and not before it.
+        line = partial(
+            log.info, "sandbox created", sandbox=sandbox.id, substrate=str(spec.substrate), took_s=round(took_s, 6)
+        )
+        asyncio.get_running_loop().call_later(_ANSWERED_S, line)
         return sandbox.view()
 
     async def _resolve(self, spec: SandboxSpec, backend: Backend, origin: Origin | None) -> Resolved:
@@ -371,8 +379,9 @@ class Creation:
                         ready = origin is None and await self._claim(sandbox, backend, wanted, key, done_ms)
                         if not ready:
                             step = "backend"
-                            opened = replace(wanted, attach=self._services.egress.opener(sandbox))
-                            instance = await backend.create(opened, intend=intend, deadline_s=max(left_s(), 0.001))
+                            if (attach := self._services.egress.opener(sandbox)) is not None:
+                                wanted = replace(wanted, attach=attach)
+                            instance = await backend.create(wanted, intend=intend, deadline_s=max(left_s(), 0.001))
                             step = "hello"
                             client = None if approach is None else await approach.client()
                             await sandbox.begin(instance, client, deadline_s=left_s())

@@ -207,7 +207,7 @@ def describe_command(request: ExecRequest) -> str:
 
 def request_hash(request: ExecRequest) -> bytes:
     """Equal for requests that ask for the same. Secrets count by name only: a hash of a value could be tried out."""
-    known = msgspec.structs.replace(request, secrets=dict.fromkeys(request.secrets, ""), wait_s=None)
+    known = msgspec.structs.asdict(request) | {"secrets": dict.fromkeys(request.secrets, ""), "wait_s": None}
     return hashlib.sha256(pack(known)).digest()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -68,6 +69,12 @@ def _share_heap() -> None:
         libc.mallopt(_M_ARENA_MAX, 1)
 
 
+def _settle_garbage() -> None:
+    """What is there once it has started stays, and is not looked through for garbage again and again (gc.freeze)."""
+    gc.collect()
+    gc.freeze()
+
+
 async def _serve(service: Running, ready: Callable[[], None] | None) -> DsecError | None:
     stop, hurry = asyncio.Event(), asyncio.Event()
     _handle_signals(stop, hurry)
@@ -83,6 +90,7 @@ async def _serve(service: Running, ready: Callable[[], None] | None) -> DsecErro
         return None
     finally:
         stopping.cancel()
+    _settle_garbage()
     log.info("ready", **service.told(), pid=os.getpid())
     if ready is not None:
         ready()

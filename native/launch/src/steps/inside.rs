@@ -159,6 +159,9 @@ fn finish(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<Rea
     system.change_root().doing("change to", "the new root")?;
     drop(tree);
     clock.begin(Step::Capabilities)?;
+    if inside.ahead {
+        system.run_on(&job.processors); // the launcher has parted from us
+    }
     let kept = arrange(system, inside, config, score, settings)?;
     capabilities(system, job)?;
     clock.end();

@@ -15,6 +15,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use dsec_sys::namespaces::exit_now;
+use dsec_sys::processors::ProcessorSet;
 use dsec_sys::seccomp::Instruction;
 
 use crate::error::{Error, Result};
@@ -106,6 +107,8 @@ pub struct Job<'a> {
     pub sysfs: PathBuf,
     /// Where a light sandbox begins.
     pub lobby: Lobby<'a>,
+    /// Where processes of ours may run, once they are not kept apart.
+    pub processors: ProcessorSet,
     /// What is bound over the kernel's files that tell of the machine.
     pub view: Shown,
     /// The agent's configuration, encoded.
