@@ -17,7 +17,7 @@ from tests.native.launch_wire import Host, LaunchClient, LaunchRefusedError, ask
 
 pytestmark = [pytest.mark.root]
 
-AHEAD = ["cgroups", "socket", "clone", "directories", "cgroups_v1", "maps", "binds", "proc", "masks"]
+AHEAD = ["cgroups", "socket", "clone", "directories", "cgroups_v1", "maps", "binds", "proc", "masks", "sysctls"]
 AFTER_OUTSIDE = ["check", "cgroups", "clone", "overlay", "binds", "etc"]
 AFTER_INSIDE = ["cgroupns", "rlimits", "mounts", "sysctls", "view", "root", "capabilities", "seccomp", "agent"]
 POLLS = {"7", "271"}  # poll, ppoll

@@ -368,8 +368,9 @@ impl System for Fake {
     fn pair(&self) -> io::Result<(OwnedFd, OwnedFd)> {
         self.note("pair".into()).map(|()| (null(), null()))
     }
-    fn pass(&self, _: BorrowedFd, _: &[u8], files: &[BorrowedFd]) -> io::Result<()> {
-        self.note(format!("pass {}", files.len()))
+    fn pass(&self, _: BorrowedFd, message: &[u8], files: &[BorrowedFd]) -> io::Result<()> {
+        let what = if message == b"p" { "proc" } else { "order" };
+        self.note(format!("pass {what} {}", files.len()))
     }
     fn take(&self, _: BorrowedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
         self.note("take".into())?;

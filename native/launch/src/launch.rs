@@ -119,6 +119,12 @@ pub fn begin<'a>(
     drop((socket, covers));
     match surround(system, job, clock, &cgroups, &child) {
         Ok((users, scratch, proc)) => {
+            if ahead {
+                let told = system.pass(child.go.as_fd(), b"p", &[proc.as_fd()]);
+                if let Err(error) = told.doing("start", "the new process") {
+                    return Err(why(system, &mut child, error));
+                }
+            }
             let begun = Begun {
                 cgroups,
                 child,
@@ -144,8 +150,15 @@ pub fn finish(
 ) -> Result<Launched> {
     let built = build(system, job, clock, &begun, copies);
     let Begun {
-        cgroups, mut child, ..
+        cgroups,
+        mut child,
+        holder: _,
+        own,
+        users,
+        scratch,
+        proc,
     } = begun;
+    let rest = (own, users, scratch, proc);
     // A process that has failed on its own says why better than we, who only see that it no longer listens.
     let said = match built {
         Ok(()) => {
@@ -171,13 +184,16 @@ pub fn finish(
     {
         steps_us.insert(step.name().into(), spent);
     }
-    Ok(Launched {
+    let launched = Launched {
         pid: child.pid,
         start_ticks: stat.start_ticks,
         cgroup_id: cgroups.inode,
         steps_us,
         view: job.view.kind,
-    })
+    };
+    // It goes when this process ends, which nobody waits for.
+    std::mem::forget((cgroups, child, rest));
+    Ok(launched)
 }
 
 /// Into a mount namespace of this launch alone, and into the sandbox's range: as its owner everything from here on is made,
@@ -341,6 +357,7 @@ fn clone<'a>(
                 Inside {
                     job,
                     ahead: given.ahead,
+                    written: None,
                     go: &go_read,
                     report: &report_write,
                     socket: given.socket,

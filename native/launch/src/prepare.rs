@@ -149,6 +149,7 @@ pub fn serves(made: &LaunchPlan, wanted: &LaunchPlan) -> bool {
         && made.cgroup2 == wanted.cgroup2
         && made.cgroup1 == wanted.cgroup1
         && limits(made) == limits(wanted)
+        && made.sysctls.keys().eq(wanted.sysctls.keys())
         && made.masks == wanted.masks
         && made.readonly_proc == wanted.readonly_proc
         && made.shm_bytes == wanted.shm_bytes
@@ -247,7 +248,7 @@ mod tests {
             "masks": plan.masks, "readonly_proc": plan.readonly_proc, "shm_bytes": plan.shm_bytes,
             "cgroup2": plan.cgroup2, "cgroup2_files": {"pids.max": "99"}, "cgroup1": plan.cgroup1,
             "cgroup1_files": plan.cgroup1_files, "filter_agent": plan.filter_agent,
-            "rlimits": {"nofile": [5, 6]}, "caps_agent": 128, "named": "sbx_other",
+            "rlimits": {"nofile": [5, 6]}, "sysctls": {"kernel.shmmni": "1", "kernel.msgmni": "5"}, "caps_agent": 128, "named": "sbx_other",
         });
         match text {
             serde_json::Value::Object(map) => map,
@@ -293,13 +294,14 @@ mod tests {
             "attach_at \"/scratch\"",
             "make_proc",
             "bind \"/empty/directory\" \"kcore\"",
+            "pass proc 1",
             "wait_either",
             "take",
             "write_file /cg2/s/pids.max 99",
             "clone_mount \"/layers/.views/meminfo\"",
             "clone_mount \"/layers/base\"",
             "part_from 4242",
-            "pass 1",
+            "pass order 1",
             "make_mount \"overlay\"",
             "write r",
         ];
@@ -325,6 +327,7 @@ mod tests {
         let inside = Inside {
             job: &job,
             ahead: true,
+            written: None,
             go: &file,
             report: &file,
             socket: &file,
@@ -342,8 +345,11 @@ mod tests {
         let order = [
             "loopback_up",
             "take",
+            "change_directory",
+            "write_file sys/kernel/shmmni 1",
             "set_hostname mine",
             "set_limit 7 5 6",
+            "write_file proc/sys/kernel/msgmni 5",
             "resolve \"/proc/meminfo\"",
             "run_on",
             "arrange",
@@ -354,6 +360,9 @@ mod tests {
             places.windows(2).all(|pair| pair[0] < pair[1]),
             "{places:?}"
         );
+        let log = system.log.borrow();
+        let same = log.iter().filter(|call| call.contains("shmmni"));
+        assert_eq!(same.count(), 1);
     }
 
     #[test]
@@ -364,6 +373,7 @@ mod tests {
         let inside = Inside {
             job: &job,
             ahead: true,
+            written: None,
             go: &file,
             report: &file,
             socket: &file,

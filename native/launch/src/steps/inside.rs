@@ -16,6 +16,7 @@ use crate::steps::light::{caps_agent, is_of_ipc, TERMINALS};
 use crate::steps::view::{self, Cover};
 use crate::steps::{root, Clock, Job, Step};
 use crate::system::{c_text, Access, MountOption, System};
+use crate::wire::LaunchPlan;
 
 /// The agent runs under this id, so that root inside has no more rights over it than over a stranger (ruling 9).
 const AGENT_ID: u32 = IDS_PER_SANDBOX - 1;
@@ -26,6 +27,8 @@ pub struct Inside<'a> {
     pub job: &'a Job<'a>,
     /// Of a sandbox made ahead the rest of the job comes by `go`, when there is one.
     pub ahead: bool,
+    /// Of these it has written `sysctls` already.
+    pub written: Option<&'a LaunchPlan>,
     /// A byte comes each time when it may go on; the end of file means that its maker has gone.
     pub go: &'a OwnedFd,
     /// Takes times and failures; closed by the execve that succeeds.
@@ -67,6 +70,7 @@ pub fn become_agent(system: &dyn System, inside: &Inside, clock: &mut Clock) -> 
                 &Inside {
                     job,
                     view,
+                    written: Some(inside.job.plan),
                     ..*inside
                 },
                 clock,
@@ -107,6 +111,16 @@ fn begin(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<()> 
             .loopback_up()
             .doing("bring up", "the loopback device")?;
     }
+    if inside.ahead {
+        clock.end();
+        let proc = take_proc(system, inside)?;
+        clock.begin(Step::Sysctls)?;
+        // By its descriptor: the order, which moves it, may be here already.
+        system
+            .change_directory(proc.as_fd())
+            .doing("enter", "/proc")?;
+        write_settings(system, inside, Path::new("sys"))?;
+    }
     Ok(())
 }
 
@@ -146,7 +160,7 @@ fn finish(system: &dyn System, inside: &Inside, clock: &mut Clock) -> Result<Rea
         own_mounts(system, &tree)?;
     }
     clock.begin(Step::Sysctls)?;
-    sysctls(system, job)?;
+    write_settings(system, inside, Path::new("proc/sys"))?;
     // Before it is read-only.
     let settings = match plan.light {
         true => Some(open_settings(system)?),
@@ -177,6 +191,14 @@ fn wait_for_go(system: &dyn System, inside: &Inside) -> Result<()> {
         0 => Err(Error::Vanished),
         _ => Ok(()),
     }
+}
+
+/// Of a sandbox made ahead, as soon as it is there.
+fn take_proc(system: &dyn System, inside: &Inside) -> Result<OwnedFd> {
+    let (_, files) = system
+        .take(inside.go.as_fd())
+        .doing("wait for", "the launcher")?;
+    files.into_iter().next().ok_or(Error::Vanished)
 }
 
 /// The tree, in this process's own copy of the launch's namespace. It is locked there, and what it hides is the bare
@@ -215,13 +237,17 @@ fn own_mounts(system: &dyn System, tree: &OwnedFd) -> Result<()> {
     mount(c"mqueue", &[], root::KERNEL_MOUNT, c"/dev/mqueue")
 }
 
-/// Kernel settings of the new namespaces, while /proc/sys can still be written. Below the working directory, which is the
-/// tree.
-fn sysctls(system: &dyn System, job: &Job) -> Result<()> {
-    let now = |name: &&String| !(job.plan.light && is_of_ipc(name));
-    let settings = job.plan.sysctls.iter().filter(|(name, _)| now(name));
-    settings.into_iter().try_for_each(|(name, value)| {
-        let path = Path::new("proc/sys").join(name.replace('.', "/"));
+/// Kernel settings of the new namespaces, while /proc/sys can still be written: those that are not so already.
+fn write_settings(system: &dyn System, inside: &Inside, place: &Path) -> Result<()> {
+    let plan = inside.job.plan;
+    let wanted = |name: &str, value: &String| {
+        let written = inside.written.and_then(|plan| plan.sysctls.get(name));
+        written != Some(value) && !(plan.light && is_of_ipc(name))
+    };
+    let settings = plan.sysctls.iter();
+    let mut settings = settings.filter(|(name, value)| wanted(name, value));
+    settings.try_for_each(|(name, value)| {
+        let path = place.join(name.replace('.', "/"));
         system
             .write_file(&path, value.as_bytes())
             .doing_to("write to", &path)
@@ -417,6 +443,7 @@ mod tests {
         let inside = Inside {
             job: &job,
             ahead: false,
+            written: None,
             go: &file,
             report: &file,
             socket: &file,
