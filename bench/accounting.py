@@ -8,7 +8,8 @@ parts stands what the machine has less free, as a check.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,6 +195,18 @@ def turns(pids: Iterable[int]) -> int:
 
 def descriptors(pid: int) -> int:
     return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def at_rest(read: Callable[[], int], *, readings: int = 5, pause_s: float = 0.1, readings_max: int = 100) -> int:
+    """What is read once that stays as it is: what is made ahead or removed late is under way after the last answer."""
+    last, same = read(), 1
+    for _ in range(readings_max):
+        if same == readings:
+            break
+        time.sleep(pause_s)
+        now = read()
+        last, same = now, same + 1 if now == last else 1
+    return last
 
 
 def mounts(pid: int) -> int:

@@ -10,11 +10,12 @@ import argparse
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dsec
-from bench.accounting import Fleet, descriptors, resident_bytes, slab_bytes, started_at, time_of
+from bench.accounting import Fleet, at_rest, descriptors, resident_bytes, slab_bytes, started_at, time_of
 from bench.density import find_fleet
 from bench.service import private_service
 from dsec.wire.api import STATE_DIR_ROOT
@@ -41,7 +42,6 @@ def creates(url: str, environment: str, count: int) -> dict[str, Any]:
             client.create(environment).destroy()
 
         found, rate = _in_tenths(fleet, one, count)
-        time.sleep(1.0)  # for what the kernel and the service remove late
         first, last = found[0], found[-1]
         return {
             "creates": count,
@@ -85,22 +85,24 @@ def _in_tenths(fleet: Fleet, one: Any, count: int, *, agent: int | None = None) 
     """What there is after each tenth, and what each of it took; and how many were done in a second."""
     watched = {"service": fleet.service, "launcher": fleet.launcher, **({"agent": agent} if agent else {})}
     found = []
-    began = time.perf_counter()
+    took = 0.0
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         list(pool.map(one, range(50)))  # connections
         for _ in range(10):
-            before = time_of(fleet)
+            began, before = time.perf_counter(), time_of(fleet)
             list(pool.map(one, range(count // 10)))
             spent = time_of(fleet).since(before)
+            took += time.perf_counter() - began
+            held = {f"{name} descriptors": at_rest(partial(descriptors, pid)) for name, pid in watched.items()}
             found.append(
                 {
                     "cpu_ms": round(spent["all"] * 1000 / (count // 10), 3),
                     "slab": slab_bytes(),
                     **{name: resident_bytes(pid) for name, pid in watched.items()},
-                    **{f"{name} descriptors": descriptors(pid) for name, pid in watched.items()},
+                    **held,
                 }
             )
-    return found, round(count / (time.perf_counter() - began), 1)
+    return found, round(count / took, 1)
 
 
 def _change(before: float, after: float) -> float:

@@ -138,7 +138,7 @@ def _headers(route: Route) -> list[dict[str, Any]]:
             "in": "header",
             "required": False,
             "description": "a repeated request with the same key has the effect and the answer of the first",
-            "schema": {"type": "string", "minLength": 1, "maxLength": IDEMPOTENCY_KEY_BYTES_MAX},
+            "schema": {"type": "string", "pattern": "^[ -~]+$", "maxLength": IDEMPOTENCY_KEY_BYTES_MAX},
         }
     ]
 
