@@ -149,7 +149,10 @@ def ensure_environment(client: dsec.Client, name: str, story: Story) -> None:
         if event.kind == "progress":
             story.say(f"  {event.stage}: {event.message}")
 
-    story.say(f"there is no environment {name}: it is built from {len(dsec.BASE_PACKAGES)} Debian packages, once")
+    story.say(
+        f"there is no environment {name}: it is built from {len(dsec.BASE_PACKAGES)} Debian packages, once "
+        "(one to four minutes)"
+    )
     client.environments.build(name, dsec.DebianSource(packages=dsec.BASE_PACKAGES), on_event=hear)
 
 

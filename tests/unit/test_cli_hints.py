@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import subprocess
 import sys
 import threading
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from dsec import __version__
+from dsec.cli.console import fail, settings
 from dsec.cli.hints import _DEFAULT, _NEXT, next_step
+from dsec.cli.processes import _not_there
 from dsec.core import errors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +63,21 @@ def test_an_errors_own_hint_comes_first_then_its_reason_then_its_kind() -> None:
     assert next_step(missing) == _NEXT["path_not_found"]
     assert next_step(errors.CapacityError("full")) == _NEXT["no_capacity"]
     assert next_step(errors.FreezeTimeoutError("slow")) == _DEFAULT
+
+
+def test_programs_are_told_in_json_what_people_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "json", True)
+
+    fail(errors.FileError("x", detail={"code": "path_not_found"}))
+
+    assert json.loads(capsys.readouterr().out)["error"]["hint"] == _NEXT["path_not_found"]
+
+
+def test_of_a_command_that_is_not_there_the_hint_names_its_environment() -> None:
+    assert "`dsec run -E tools -- ls /usr/bin`" in _not_there(["nosuch", "-v"], "tools")
+    assert _not_there(["tools", "--", "make"], "base") == "is tools an environment? dsec run -E tools -- make"
 
 
 def test_hints_are_for_codes_that_there_are() -> None:

@@ -38,8 +38,8 @@ class Place:
         await egress.tell_refused(self, self, result)  # type: ignore[arg-type]
 
 
-def refusal(at: float, *hosts: str, port: int = 443) -> Event:
-    denied = tuple(Denied(host=host, port=port, reason="rules") for host in hosts)
+def refusal(at: float, *hosts: str, port: int = 443, reason: str = "rules") -> Event:
+    denied = tuple(Denied(host=host, port=port, reason=reason) for host in hosts)
     return Event(kind="egress_denied", at=at, denied=denied)
 
 
@@ -63,6 +63,23 @@ async def test_what_was_refused_since_the_command_began_is_named_once(capsys: py
 
     await Place(refusal(51.0, *(f"{letter}.example" for letter in "abcde"), port=0)).tell()
     assert "c.example (rules) and 2 more;" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("reason", "says"), [("private", "only the operator does"), ("rate", "too much at once")])
+async def test_rules_are_no_advice_where_rules_do_not_help(
+    capsys: pytest.CaptureFixture[str], reason: str, says: str
+) -> None:
+    await Place(refusal(51.0, "10.0.0.1", reason=reason)).tell()
+    said = capsys.readouterr().err
+
+    assert f"10.0.0.1:443 ({reason}); " in said
+    assert says in said
+    assert "--allow changes it" not in said
+
+    await Place(refusal(51.0, "10.0.0.1", reason=reason), refusal(52.0, "a.example")).tell()
+    said = capsys.readouterr().err
+    assert says in said
+    assert "--allow changes it" in said
 
 
 async def test_nothing_is_asked_or_said_where_it_is_of_no_use(

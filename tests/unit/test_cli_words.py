@@ -29,6 +29,14 @@ def commands(command: Any, name: str = "dsec") -> Iterator[tuple[str, Any]]:
         yield name, command
 
 
+def test_what_is_offered_nowhere_is_taken_and_told_to_nobody() -> None:
+    assert completion.one_of(*completion.SUBSTRATES)("f") == ["fullvm", "fncall"]
+    assert completion.one_of(*completion.NETWORKS)("") == ["none", "proxied"]
+    completion.check_words(["fake"], completion.SUBSTRATES, "--substrate")
+    with pytest.raises(typer.BadParameter, match="is none of none, proxied$"):
+        completion.check_words(["x"], completion.NETWORKS, "--network")
+
+
 def test_the_words_are_those_of_the_contracts() -> None:
     assert set(completion.SUBSTRATES) == set(Substrate)
     assert set(completion.NETWORKS) == set(NetworkMode)

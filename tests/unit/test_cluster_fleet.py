@@ -110,8 +110,17 @@ async def test_that_all_nodes_are_cordoned_or_away_is_the_cause_that_is_told(clu
         await cluster.create()
     assert told.value.message.endswith(f"now: it is cordoned (nodes {', '.join(NODES)})")
     assert told.value.hint == f"`dsec cluster serve {NODES[0]}` lets node {NODES[0]} take new sandboxes again"
+    assert told.value.retry_after_s is None  # no client waits for what people do
 
-    for node in NODES:
+    for node in NODES[1:]:
+        await want(cluster.state.registry, node, Wanted.SERVE)
+        await cluster.state.registry.delete(Bucket.NODES, node)
+    await until(lambda: sum(view.card is None for view in cluster.view) == len(NODES) - 1)
+    with pytest.raises(CapacityError) as told:
+        await cluster.create()
+    assert told.value.retry_after_s  # those that are away may come back
+
+    for node in NODES[:1]:
         await cluster.state.registry.delete(Bucket.NODES, node)
     await until(lambda: all(view.card is None for view in cluster.view))
     await cluster.clock.advance(7)
@@ -141,6 +150,7 @@ async def test_an_environment_that_only_a_cordoned_node_has_is_there(cluster: Cl
 
     assert told.value.message.endswith("it is cordoned")
     assert str(told.value.hint).startswith(f"`dsec cluster serve {NODES[3]}`")
+    assert told.value.retry_after_s is None
 
 
 async def test_labels_choose_the_node_and_what_no_node_has_is_unsupported(cluster: Cluster) -> None:

@@ -375,6 +375,39 @@ async def test_one_that_goes_on_asking_is_told_of_ever_more_seldom(machine: Mach
     assert waits[-1] == 0.2
 
 
+async def test_a_command_that_has_ended_ends_the_quiet_for_what_it_was_refused(machine: Machine) -> None:
+    node = machine.client.node
+    never = asyncio.Event()
+
+    async def sleep(duration_s: float) -> None:
+        if duration_s > 1:
+            await never.wait()
+
+    denials = Denials(node.registry, node.journal, node.clock, node._tasks, sleep)
+    id = await machine.create()
+
+    async def are_told(*hosts: str) -> bool:
+        told = await machine.events(EventKind.EGRESS_DENIED)
+        return [one.host for event in told for one in event.denied] == list(hosts)
+
+    denials.note(refused(id, "a.example"))
+    await eventually(lambda: are_told("a.example"))
+    denials.note(refused(id, "b.example"))
+    denials.tell_soon(id)
+    await eventually(lambda: are_told("a.example", "b.example"))
+    denials.note(refused(id, "late.example"))  # of the same command, and heard of after its end
+    await eventually(lambda: are_told("a.example", "b.example", "late.example"))
+
+
+async def test_the_end_of_an_exec_lets_refusals_be_told(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(machine.client.node._services.egress, "tell_soon", told.append)
+    id = await machine.create()
+    await start(machine.client, id, "true")
+
+    assert id in told
+
+
 # ---- machines, which run from the start --------------------------------------------------------------
 
 

@@ -72,6 +72,18 @@ def test_what_does_not_fit_is_refused_with_when_to_try_again(room: Room) -> None
     assert refused.retry_after_s > 0
 
 
+@pytest.mark.parametrize(("overcommit", "says"), [(200.0, "that the machine has"), (0.5, "memory_overcommit")])
+def test_more_memory_than_one_could_ever_use_is_refused_for_good(overcommit: float, says: str) -> None:
+    most = int(4 * GIB * min(overcommit, 1.0))
+    room = replaced(memory_overcommit=overcommit, memory_promised_bytes=0)
+
+    assert refusal(msgspec.structs.replace(FAKE_SPEC, memory_bytes=most), room) is None
+    refused = refusal(msgspec.structs.replace(FAKE_SPEC, memory_bytes=most + 1), room)
+    assert refused is not None
+    assert says in f"{refused.message} {refused.hint}"
+    assert (refused.retry_after_s, refused.detail) == (None, {"never": True})
+
+
 def test_overcommit_multiplies_the_memory() -> None:
     full = replaced(memory_promised_bytes=4 * GIB)
 

@@ -207,6 +207,8 @@ def test_variables_come_from_a_file_beside_it_too(tmp_path: Path) -> None:
         ("healthcheck: {test: [RUN, x]}", "test must be text"),
         ("healthcheck: {test: x, interval: soon}", "is no duration"),
         ("healthcheck: {test: x, every: 1s}", "and nothing else"),
+        ("command: {a: b}", "service web, command: it must be text or a list of texts"),
+        ("labels: {a: [", "is no YAML"),
         ("command: 'unended \"'", "cannot be split"),
         ("image: base\nimage: other", "is there twice"),
         ("user: [a]", "service web, user: \"['a']\" is no text"),
@@ -217,6 +219,8 @@ def test_what_is_not_supported_is_named(tmp_path: Path, lines: str, said: str) -
         spec_of(tmp_path, lines)
 
     assert said in found.value.message
+
+    assert found.value.hint
 
 
 @pytest.mark.parametrize(

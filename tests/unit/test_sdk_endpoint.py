@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
-from dsec.core.errors import InvalidArgumentError
-from dsec.sdk.endpoint import find_endpoint, parse_endpoint
-from dsec.sdk.transport import encode_query
+from dsec.core.errors import HostError, InvalidArgumentError, UnavailableError
+from dsec.sdk import autostart
+from dsec.sdk.endpoint import Endpoint, find_endpoint, parse_endpoint
+from dsec.sdk.transport import Transport, encode_query
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,42 @@ def test_a_service_with_a_run_directory_of_its_own_is_found_there(monkeypatch: p
     monkeypatch.setenv("DSEC_RUN_DIR", "/somewhere")
 
     assert find_endpoint().socket == "/somewhere/api.sock"
+
+
+def test_a_relative_run_directory_is_one_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DSEC_RUN_DIR", "own/run")
+
+    assert find_endpoint().socket == f"{tmp_path}/own/run/api.sock"
+
+
+async def test_a_service_that_is_started_finds_the_files_that_variables_name_from_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = ("DSEC_CONFIG", "DSEC_STATE_DIR", "DSEC_IDENTITY")
+    tell = f"import json, os; said = {{'code': 'x', 'message': str([os.environ[name] for name in {names}])}}"
+    monkeypatch.setattr(
+        autostart, "_COMMAND", ("-c", f"{tell}; print(json.dumps({{'error': said}})); raise SystemExit(1)")
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in names:
+        monkeypatch.setenv(name, "my/own")
+
+    with pytest.raises(HostError) as told:
+        await autostart.ensure_running(str(tmp_path / "run" / "api.sock"))
+
+    assert told.value.message.count(f"'{tmp_path}/my/own'") == 3
+
+
+async def test_a_service_that_has_died_is_not_started_and_the_error_says_so(tmp_path: Path) -> None:
+    transport = Transport(Endpoint(socket=str(tmp_path / "none.sock"), autostart=True))
+    transport._answered = True
+
+    with pytest.raises(UnavailableError, match=r"any more; it has answered this client, .* not start it again") as told:
+        await transport.call("GET", "/health", dict, timeout_s=0.05)
+
+    assert "`dsec up --detach`" in str(told.value.hint)
+    await transport.close()
 
 
 def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

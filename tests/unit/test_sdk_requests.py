@@ -13,6 +13,8 @@ from dsec.core.spec import Environment, Substrate
 from dsec.sdk.calls import make_call
 from dsec.sdk.process import signal_number
 from dsec.sdk.requests import STDIN_INLINE_BYTES_MAX, make_exec, make_spec
+from dsec.wire.layers import ComposeRequest, Composition
+from dsec.wire.records import CreateRequest
 from dsec.wire.snapshots import ForkRequest
 
 
@@ -91,6 +93,22 @@ def test_an_environment_may_have_parts() -> None:
 def test_bad_options_are_refused_before_anything_is_sent(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError):
         make_spec("base", **options)
+
+
+@pytest.mark.parametrize(("options", "offered"), [({"backend": "x"}, "fake"), ({"network": "x"}, "routed")])
+def test_nobody_is_pointed_at_what_is_offered_nowhere(options: dict[str, Any], offered: str) -> None:
+    with pytest.raises(InvalidArgumentError) as told:
+        make_spec(**options)
+
+    assert str(told.value.hint).startswith("one of ")
+    assert offered not in str(told.value.hint)
+
+
+def test_a_workspace_without_a_name_is_not_none() -> None:
+    with pytest.raises(InvalidArgumentError, match="the workspace has no name"):
+        CreateRequest(spec=make_spec(Environment("base", workspace="")))
+    with pytest.raises(InvalidArgumentError, match="the workspace has no name"):
+        ComposeRequest(name="own", of=Composition(base="base", workspace=""))
 
 
 def test_a_bound_has_its_own_error() -> None:

@@ -42,6 +42,16 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
     assert (node.substrates, node.disk_free_bytes_min) == (frozenset({Substrate.FAKE}), 2 * GIB)
 
 
+def test_what_variables_name_lies_where_the_caller_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, '[log]\nlevel = "debug"\n')
+    monkeypatch.chdir(tmp_path)
+
+    config = load_config({}, {"DSEC_CONFIG": "dsec.toml", "DSEC_RUN_DIR": "/run/x", "DSEC_STATE_DIR": "state"})
+
+    assert config.state_dir == f"{tmp_path}/state"
+    assert config.log.level == "debug"
+
+
 def test_the_defaults_are_a_users_own_or_the_systems() -> None:
     config = load_config({}, {"HOME": "/srv/u", "XDG_RUNTIME_DIR": "/run/user/1"}, file=Path("/dev/null"))
 

@@ -63,6 +63,7 @@ def completion(
 
 SUBSTRATES: Final = ("container", "microvm", "fullvm", "fncall", "fake")
 NETWORKS: Final = ("none", "proxied", "routed")
+_OFFERED_NOWHERE: Final = ("fake", "routed")  # taken where they are said, and told to nobody
 RIGHTS: Final = ("read", "use", "manage", "admin")
 LEVELS: Final = ("debug", "info", "warning", "error")
 EVENTS: Final = (
@@ -76,16 +77,20 @@ def one_of(*words: str) -> Callable[[str], list[str]]:
     """Of an option that takes one of these; no service is asked."""
 
     def complete(incomplete: str) -> list[str]:
-        return _matching(list(words), incomplete)
+        return _matching(_told(words), incomplete)
 
     return complete
+
+
+def _told(words: Iterable[str]) -> list[str]:
+    return [word for word in words if word not in _OFFERED_NOWHERE]
 
 
 def check_words(given: Iterable[str] | None, words: Sequence[str], option: str) -> None:
     """Raises typer.BadParameter for what is none of them."""
     for word in given or ():
         if word not in words:
-            raise typer.BadParameter(f"{word[:40]!r} is none of {', '.join(words)}", param_hint=option)
+            raise typer.BadParameter(f"{word[:40]!r} is none of {', '.join(_told(words))}", param_hint=option)
 
 
 def complete_sandbox(incomplete: str) -> list[str]:

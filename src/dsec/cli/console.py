@@ -141,13 +141,14 @@ def put_json(value: Any) -> None:
 
 def fail(error: DsecError) -> None:
     """An error, and what to try next."""
+    from dsec.cli.hints import next_step
+
     if settings.json:
         from dsec.wire.errors import body_of
 
+        error.hint = next_step(error)
         put_json({"error": body_of(error)})
         return
-    from dsec.cli.hints import next_step
-
     complain(f"error: {clean(error.message)}")
     for what, value in (("sandbox", error.sandbox), ("exec", error.exec), ("step", error.step)):
         if value and value not in error.message:

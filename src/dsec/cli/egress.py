@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 _GATHERED_S: Final = 0.4  # a node tells of refusals a moment after the first
 _HINT_S: Final = 3.0
 _NAMED_MAX: Final = 3
+_BOUNDS: Final = frozenset(("connections", "memory", "rate", "more"))
+_NOT_PUBLIC: Final = (
+    "what is private is not public, and no --allow alone opens it: only the operator does ([node.egress] private), "
+    "and never what is the host's own"
+)
+_BOUNDED: Final = "what is of connections, memory or rate was too much at once, and no rule changes that"
 
 
 def register(app: typer.Typer) -> None:
@@ -84,7 +90,13 @@ def _refusal(sandbox: AsyncSandbox, denied: list[Denied]) -> str:
     more = f" and {len(what) - _NAMED_MAX} more" if len(what) > _NAMED_MAX else ""
     named = ", ".join(list(what)[:_NAMED_MAX])
     name = sandbox.info.name or sandbox.id
-    return f"dsec: refused meanwhile: {named}{more}; `dsec egress {name}` says what is allowed, and --allow changes it"
+    reasons = {one.reason for one in denied}
+    hints = [f"`dsec egress {name}` says what is allowed, and --allow changes it"]
+    if reasons <= {"private", *_BOUNDS}:
+        hints.clear()
+    hints += [_NOT_PUBLIC] if "private" in reasons else []
+    hints += [_BOUNDED] if reasons & _BOUNDS else []
+    return "; ".join([f"dsec: refused meanwhile: {named}{more}", *hints])
 
 
 def _lines(info: Sandbox) -> list[str]:

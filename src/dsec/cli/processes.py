@@ -126,8 +126,8 @@ def run(
                     timeout_s=timeout,
                 )
             except DsecError as error:
-                if error.detail.get("code") == "command_not_found" and command[1:2] == ["--"]:
-                    error.hint = f"is {command[0]} an environment? dsec run -E {command[0]} -- {' '.join(command[2:])}"
+                if error.detail.get("code") == "command_not_found":
+                    error.hint = _not_there(command, environment)
                 raise
             finally:
                 if keep:
@@ -136,6 +136,15 @@ def run(
                     await sandbox.destroy()
 
     raise typer.Exit(run_async(work()))
+
+
+def _not_there(command: list[str], environment: str) -> str:
+    if command[1:2] == ["--"]:
+        return f"is {command[0]} an environment? dsec run -E {command[0]} -- {' '.join(command[2:])}"
+    return (
+        f"it is not in environment {environment}, or not in its PATH: `dsec run -E {environment} -- ls /usr/bin` lets "
+        "you look, `dsec env build` makes an environment that has it, --shell takes the words as a shell does"
+    )
 
 
 def exec_(

@@ -71,6 +71,7 @@ class Refusal:
     code: str
     text: str
     hint: str | None = None
+    ordered: bool = False  # by somebody, who alone takes it back
 
 
 @dataclass(frozen=True, slots=True)

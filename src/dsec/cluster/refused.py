@@ -13,6 +13,7 @@ from dsec.core.ids import NodeId
 _LASTING: Final = frozenset(("node", "substrate", "network", "feature", "device", "label"))
 _TEXTS_MAX: Final = 3
 _NAMED_MAX: Final = 5
+_AGAIN_S: Final = 1.0
 
 
 def closed_nodes(views: Iterable[NodeView], now: float) -> dict[NodeId, Refusal]:
@@ -22,7 +23,7 @@ def closed_nodes(views: Iterable[NodeView], now: float) -> dict[NodeId, Refusal]
         state, text = view.state(now), view.closed(now)
         gone = state == NodeState.RETIRED or (state == NodeState.LOST and view.buried) or view.member is None
         if text is not None and not gone:
-            found[view.id] = Refusal("closed", text, view.remedy(now))
+            found[view.id] = Refusal("closed", text, view.remedy(now), ordered=view.ordered)
     return found
 
 
@@ -46,7 +47,18 @@ def no_node(
     if not tried and all(reason.code in (*_LASTING, "closed") for reason in reasons.values()):
         shut = [*reasons.values(), *closed.values()]
         hint = next((reason.hint for reason in shut if reason.hint is not None), hint)
-    return CapacityError(text + (f"; {len(tried)} have refused it" if tried else ""), hint=hint, retry_after_s=1.0)
+    stays = bool(closed) and not tried and _all_ordered(closed) and _none_opens(reasons, closed)
+    again_s = None if stays else _AGAIN_S
+    return CapacityError(text + (f"; {len(tried)} have refused it" if tried else ""), hint=hint, retry_after_s=again_s)
+
+
+def _none_opens(reasons: Mapping[NodeId, Refusal], closed: Mapping[NodeId, Refusal]) -> bool:
+    return all(reason.code in _LASTING or node in closed for node, reason in reasons.items())
+
+
+def _all_ordered(closed: Mapping[NodeId, Refusal]) -> bool:
+    """Nobody who tries again finds them open, before an operator has said so."""
+    return all(reason.ordered for reason in closed.values())
 
 
 def _causes(reasons: Mapping[NodeId, Refusal], ask: Ask) -> list[str]:
@@ -79,7 +91,8 @@ def only_there(
         return None
     first = closed[having[0]]
     text = f"environment {image!r} is on {named(having)} only, and nothing new goes there: {first.text}"
-    return CapacityError(text, hint=first.hint, retry_after_s=1.0)
+    again_s = None if _all_ordered({node: closed[node] for node in having}) else _AGAIN_S
+    return CapacityError(text, hint=first.hint, retry_after_s=again_s)
 
 
 def maybe_there(error: DsecError, tried: set[NodeId], closed: Mapping[NodeId, Refusal]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Final
 
 # For people; `dsec help`, the manual page and the reference list them in this order.
@@ -21,8 +22,15 @@ VARIABLES: Final = {
     "DSEC_IDENTITY": "directory with this machine's identity in its cluster, instead of /etc/dsec/identity",
     "DSEC_LOG_LEVEL": "debug, info, warning or error",
 }
+# Names of files and directories among them: from where one stands, as everywhere.
+_PATHS: Final = ("DSEC_RUN_DIR", "DSEC_STATE_DIR", "DSEC_CONFIG", "DSEC_IDENTITY")
 # Between processes of ours, and for our tests.
 _INTERNAL: Final = ("DSEC_READY_FD", "DSEC_TEST_", "DSEC_LAUNCH_FAIL_STEP")
+
+
+def wherever(environ: Mapping[str, str]) -> dict[str, str]:
+    """The same for a process that stands elsewhere: names of files and directories are whole."""
+    return {name: str(Path(value).absolute()) if value and name in _PATHS else value for name, value in environ.items()}
 
 
 def unknown_variables(names: Iterable[str]) -> dict[str, str | None]:

@@ -33,6 +33,11 @@ def memory_promised_max(total_bytes: int, overcommit: float) -> int:
     return int(total_bytes * overcommit)
 
 
+def memory_one_max(total_bytes: int, overcommit: float) -> int:
+    """How much memory one sandbox may be promised: with more than there is in all it could do nothing."""
+    return min(total_bytes, memory_promised_max(total_bytes, overcommit))
+
+
 def refusal(spec: SandboxSpec, room: Room) -> CapacityError | None:
     """Why the sandbox is not admitted; None when it is."""
     if room.closing:
@@ -44,10 +49,13 @@ def refusal(spec: SandboxSpec, room: Room) -> CapacityError | None:
             retry_after_s=RETRY_SOON_S,
         )
     memory_max = memory_promised_max(room.memory_total_bytes, room.memory_overcommit)
-    if spec.memory_bytes > memory_max:  # whatever ends: nobody is told to try again
+    one_max = memory_one_max(room.memory_total_bytes, room.memory_overcommit)
+    if spec.memory_bytes > one_max:  # whatever ends: nobody is told to try again
+        less = one_max < room.memory_total_bytes
         return CapacityError(
-            f"{format_size(spec.memory_bytes)} of memory are more than {format_size(memory_max)}, which is all it has",
-            hint="ask for less memory, or raise memory_overcommit",
+            f"{format_size(spec.memory_bytes)} of memory are more than {format_size(one_max)}, which is all "
+            f"{'that sandboxes are promised here' if less else 'that the machine has'}",
+            hint="ask for less memory, or raise memory_overcommit" if less else "ask for less memory",
             detail={"never": True},
         )
     if room.memory_promised_bytes + spec.memory_bytes > memory_max:

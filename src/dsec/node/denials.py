@@ -1,10 +1,13 @@
-"""What sandboxes asked for and may not reach, told as events: at once, then ever more seldom while it goes on.
+"""What sandboxes asked for and may not reach, told as events: at once, then ever more seldom while it goes on, and when
+a caller's command has ended, who is to be told why.
 
 A program inside decides how often it asks and for what: nothing of it may fill the node's events, or its memory.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,6 +33,7 @@ _GATHER_S: Final = 0.2  # what a program asks for at once is one event
 _QUIET_S: Final = 30.0  # after an event; doubled by each
 _QUIET_S_MAX: Final = 1_800.0
 _SHOWN: Final = 80  # characters of a target
+_LATE_S: Final = 1.0  # after the end of a command: what its last refusals take to be heard of here
 
 
 @dataclass(slots=True)
@@ -40,6 +44,8 @@ class _Of:
     others: int = 0
     wait_s: float = _GATHER_S
     telling: bool = False
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)  # somebody waits to be told
+    wanted_until_s: float = -math.inf
 
 
 class Denials:
@@ -62,10 +68,20 @@ class Denials:
             of.asked[key] += denial.count
         else:
             of.others += denial.count
+        if self._clock.monotonic_s() < of.wanted_until_s:
+            of.wanted.set()
         if not of.telling:
             of.telling = True
             with suppress(DsecError):  # the node stops
                 self._tasks.spawn(self._tell(denial.sandbox, of))
+
+    def tell_soon(self, id: str) -> None:
+        """A caller's command has ended, and its caller may ask why. Programs inside cannot bring that about."""
+        if (of := self._of.get(id)) is None:
+            return
+        of.wanted_until_s = self._clock.monotonic_s() + _LATE_S
+        if of.asked:
+            of.wanted.set()
 
     def forget(self, id: str) -> None:
         """It has ended."""
@@ -75,7 +91,8 @@ class Denials:
         """Ends after a time in which nothing was asked for."""
         try:
             while True:
-                await self._sleep(of.wait_s)
+                if hurried := await self._quiet(of):
+                    await self._sleep(_GATHER_S)
                 found = self._registry.find(id)
                 if found is None or self._of.get(id) is not of:
                     return
@@ -84,13 +101,26 @@ class Denials:
                     return
                 detail, denied, others = _words(of), _told(of), of.others
                 of.asked, of.others = Counter(), 0
-                of.wait_s = min(max(of.wait_s * 2, _QUIET_S), _QUIET_S_MAX)
+                if not hurried:
+                    of.wait_s = min(max(of.wait_s * 2, _QUIET_S), _QUIET_S_MAX)
                 event = event_of(found.row, EventKind.EGRESS_DENIED, self._clock.wall_s(), detail=detail)
                 event = msgspec.structs.replace(event, denied=denied, denied_more=others)
                 with suppress(DsecError):  # of a full disk others tell
                     await self._journal.note([event])
         finally:
             of.telling = False
+
+    async def _quiet(self, of: _Of) -> bool:
+        """Whether it was cut short, since somebody waits to be told."""
+        of.wanted.clear()
+        tasks = [asyncio.ensure_future(work) for work in (of.wanted.wait(), self._sleep(of.wait_s))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return of.wanted.is_set()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _told(of: _Of) -> tuple[Denied, ...]:

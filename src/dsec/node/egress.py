@@ -106,6 +106,10 @@ class NodeEgress:
         with suppress(DsecError):  # a node that stops sweeps at its next start
             self._tasks.spawn(self._detach(sandbox.id))
 
+    def tell_soon(self, id: str) -> None:
+        """A command of a caller has ended there: what it was refused is told without waiting."""
+        self._denials.tell_soon(id)
+
     async def set(self, sandbox: Supervisor, egress: tuple[str, ...] | None) -> None:
         """Journalled first: what a caller was told to hold is what the next process makes hold.
 

@@ -63,8 +63,7 @@ class Supervisor:
         self._tasks = Tasks(f"sandbox {row.id}")
         self.short = ShortOperations()
         self.pausing = Pausing(self, services)
-        self._retry_s = 0.5
-        self._retrying = False
+        self._retry_s, self._retrying = 0.5, False
         self._disk_change: str | None = None
         clock = services.clock
         self.meter = UsageMeter(clock.monotonic_s(), memory_gib_s=row.memory_gib_s)
@@ -313,6 +312,7 @@ class Supervisor:
                     raise SandboxStateError("the sandbox is still being created", sandbox=self.id)
 
     def _activity_over(self) -> None:
+        self._services.egress.tell_soon(self.id)
         if self.lifetime.finish():
             self.arm()
 

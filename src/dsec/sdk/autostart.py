@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from dsec.core.errors import DsecError, HostError
+from dsec.core.variables import wherever
 from dsec.wire.codec import from_json
 from dsec.wire.errors import ErrorBody
 
@@ -88,7 +89,9 @@ async def _start(socket: str, log: Path, deadline: float) -> None:
             stdout=descriptor,
             stderr=descriptor,
             start_new_session=True,  # Ctrl-C in the caller's terminal must not end the service
+            # Its modules must not be taken from the caller's directory; what variables name lies there all the same.
             cwd="/",
+            env=wherever(os.environ),
         )
     except OSError as error:
         raise HostError(f"the service cannot be started: {error}", hint=_HINT) from error

@@ -15,7 +15,7 @@ import msgspec
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.ids import parse_name
 from dsec.core.spec import Environment, NetworkMode, ReadyProbe, SandboxSpec, VolumeMount
-from dsec.sdk.composefile import Scope, load, read_env_file, wrong
+from dsec.sdk.composefile import HINT, Scope, load, read_env_file, wrong
 from dsec.sdk.composevalues import (
     ports_of,
     probe_of,
@@ -60,7 +60,7 @@ _HINTS: Final = {
     "links": "services reach each other by their names already; leave it out",
     "secrets": "give secrets to commands: sandbox.exec(…, secrets=…)",
     "configs": "upload the file when the group runs: sandbox.upload",
-    "privileged": "a sandbox with a kernel of its own may do more: backend='microvm'",
+    "privileged": "leave it out; what needs a kernel of its own runs outside a group: dsec create --backend microvm",
     "extends": "write the service out, or use YAML anchors",
     "include": "write the services into one file",
 }
@@ -173,6 +173,7 @@ class _Service:
                 **limits,
             )
         except InvalidArgumentError as error:
+            error.hint = error.hint or HINT
             error.message = error.message if scope.what in error.message else f"{scope.what}: {error.message}"
             raise
         return GroupMember(spec=spec, after=self._after(all))

@@ -29,16 +29,23 @@ class Scope:
         return Scope(f"{self.what}, {key}")
 
 
+HINT: Final = "correct it in the file; docs/guides/groups.md says what a compose file may hold here"
+
+
 def wrong(scope: Scope, text: str, hint: str | None = None) -> InvalidArgumentError:
-    return InvalidArgumentError(f"{scope.what}: {text}", hint=hint)
+    return InvalidArgumentError(f"{scope.what}: {text}", hint=hint or HINT)
 
 
 def load(path: Path, variables: Mapping[str, str]) -> dict[str, Any]:
     """What the file says, with the variables in its texts filled in. Raises InvalidArgumentError, LimitError;
     UnsupportedError without PyYAML."""
-    found = yaml_tree(_read(path), path.name)
+    try:
+        found = yaml_tree(_read(path), path.name)
+    except InvalidArgumentError as error:
+        error.hint = error.hint or HINT
+        raise
     if not isinstance(found, dict):
-        raise InvalidArgumentError(f"{path.name} is no compose file: it must be a mapping with services")
+        raise InvalidArgumentError(f"{path.name} is no compose file: it must be a mapping with services", hint=HINT)
     filled: dict[str, Any] = _filled(found, variables, Scope(path.name), _Budget())
     return filled
 
@@ -74,9 +81,11 @@ def _read(path: Path) -> str:
             raise LimitError(f"{path.name} has more than {COMPOSE_BYTES_MAX} bytes")
         return raw.decode()
     except OSError as error:
-        raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}") from error
+        raise InvalidArgumentError(
+            f"{path} cannot be read: {error.strerror}", hint="give the path of a file that is there, from here or whole"
+        ) from error
     except UnicodeDecodeError as error:
-        raise InvalidArgumentError(f"{path.name} is not UTF-8") from error
+        raise InvalidArgumentError(f"{path.name} is not UTF-8", hint="save it as UTF-8") from error
 
 
 class _Budget:

@@ -26,7 +26,7 @@ def words_of(value: Any, scope: Scope) -> tuple[str, ...]:
         except ValueError as error:
             raise wrong(scope, f"{value[:60]!r} cannot be split into words: {error}") from error
     if not isinstance(value, list) or any(isinstance(item, (dict, list)) or item is None for item in value):
-        raise wrong(scope, "it must be text or a list of texts")
+        raise wrong(scope, "it must be text or a list of texts", 'such as python3 app.py, or ["python3", "app.py"]')
     return tuple(str(item) for item in value)
 
 

@@ -76,7 +76,7 @@ def parse_endpoint(url: str, token: str | None = None, project: str | None = Non
 def local_run_dir() -> Path:
     """Where the local service of this user keeps its socket, as `dsec up` has it."""
     if named := os.environ.get(_RUN_DIR):
-        return Path(named)
+        return Path(named).absolute()
     if os.geteuid() == 0:
         return Path(api.RUN_DIR_ROOT)
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"

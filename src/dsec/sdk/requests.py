@@ -29,6 +29,8 @@ STDIN_INLINE_BYTES_MAX: Final = 1 << 20  # sent in the request itself; more is s
 INLINE_WAIT_S: Final = 20.0  # a command that ends within this costs one round trip
 
 
+_NOT_OFFERED: Final = (Substrate.FAKE, Substrate.FNCALL, NetworkMode.ROUTED)  # to who looks for a word
+
 # Whose default differs from None, and whose value from a snapshot may be another: option → field of the spec.
 _SAID: Final = {
     "cpu": "cpu",
@@ -176,7 +178,7 @@ def _chosen(kind: Any, value: str, what: str) -> Any:
     try:
         return kind(value)
     except ValueError as error:
-        names = ", ".join(sorted(kind))
+        names = ", ".join(sorted(one for one in kind if one not in _NOT_OFFERED))
         raise InvalidArgumentError(f"there is no {what} {str(value)[:40]!r}", hint=f"one of {names}") from error
 
 

@@ -47,6 +47,11 @@ ANSWER_BYTES_MAX: Final = 64 << 20  # of a record; content comes in streams
 _MESSAGE_BYTES_MAX: Final = 4 << 20
 _ERROR_BYTES_MAX: Final = 1 << 20
 _ERROR_TEXT_MAX: Final = 300
+_REACH_HINT: Final = "is it running? `dsec up` starts it; `dsec doctor` looks for what is wrong"
+_ENDED_HINT: Final = (
+    "whoever stopped it may want it so: start it with `dsec up --detach` and call again (its sandboxes run on, and it "
+    "takes them over), or make a new client, which starts it; dsec.log in its state directory says why it ended"
+)
 _TARGET: Final = re.compile(r"[!-~]+")
 _HEADER_VALUE: Final = re.compile(r"[ -~]*")
 
@@ -286,9 +291,9 @@ class Transport:
         except Exception as error:
             if isinstance(error, ConnectError) or _is_of_aiohttp(error, "ClientConnectorError"):
                 raise UnavailableError(
-                    f"the service at {self.endpoint} cannot be reached: {_reason(error)}",
+                    f"the service at {self.endpoint} cannot be reached{self._ended()}: {_reason(error)}",
                     outcome=Outcome.UNCHANGED,
-                    hint="is it running? `dsec up` starts it; `dsec doctor` looks for what is wrong",
+                    hint=_ENDED_HINT if self._ended() else _REACH_HINT,
                 ) from error
             if isinstance(error, ConnectionError) or _is_of_aiohttp(error, "ClientError"):
                 raise UnavailableError(
@@ -296,6 +301,10 @@ class Transport:
                     outcome=Outcome.UNCHANGED if reads else Outcome.UNKNOWN,
                 ) from error
             raise
+
+    def _ended(self) -> str:
+        own = self._answered and self.endpoint.autostart and self.endpoint.socket is not None
+        return " any more; it has answered this client, which therefore does not start it again" if own else ""
 
     # ---- connections ----
 

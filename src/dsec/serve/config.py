@@ -22,6 +22,7 @@ from dsec.core.ids import parse_name
 from dsec.core.image_names import parse_registry
 from dsec.core.spec import Substrate
 from dsec.core.units import parse_size
+from dsec.core.variables import wherever
 from dsec.image.registry.client import RegistrySettings
 from dsec.image.residue import check_pattern
 from dsec.node.config import CollectConfig, EgressConfig, IdleConfig, NodeConfig, WarmConfig
@@ -452,6 +453,7 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], *, file: P
 
     The file: `file`, else DSEC_CONFIG, else /etc/dsec/dsec.toml where there is one.
     """
+    environ = wherever(environ)
     settings = _defaults(environ)
     path, tables = _file_settings(file, environ)
     check_names(tables, ServeConfig, str(path))

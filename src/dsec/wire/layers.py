@@ -42,6 +42,8 @@ class ComposeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def __post_init__(self) -> None:
         parse_tagged(self.name)
+        if self.of.workspace == "":
+            raise InvalidArgumentError("the workspace has no name", hint="leave it out, or name one: NAME or NAME:TAG")
 
 
 class CollapseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

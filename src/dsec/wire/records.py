@@ -106,6 +106,8 @@ class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         _check_queue_s(self.queue_s)
         if self.snapshot is not None:
             parse_name(self.snapshot, "snapshot name")
+        if self.spec.environment.workspace == "":  # here, since what is stored of before may have it
+            raise InvalidArgumentError("the workspace has no name", hint="leave it out, or name one: NAME or NAME:TAG")
         if self.given is not msgspec.UNSET:
             for name in self.given:
                 if name not in SandboxSpec.__struct_fields__:

@@ -90,6 +90,11 @@ class NodeView:
             return _RULED.get(self.ruling.wanted, f"an operator wants it to {self.ruling.wanted}")
         return None if self.admits else "it takes nothing new"
 
+    @property
+    def ordered(self) -> bool:
+        """It would take nothing new though it were well: an operator has said so."""
+        return self.ruling.wanted != Wanted.SERVE
+
     def remedy(self, now: float) -> str | None:
         """What makes it take something new again, where people can."""
         if self._is_stopped or self.state(now) in (NodeState.SUSPECT, NodeState.AWAY, NodeState.LOST):
