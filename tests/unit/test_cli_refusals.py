@@ -46,6 +46,7 @@ def refusal(at: float, *hosts: str, port: int = 443, reason: str = "rules") -> E
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(egress, "_GATHERED_S", 0.0)
+    monkeypatch.setattr(egress, "_LATE_S", 0.0)
 
 
 async def test_what_was_refused_since_the_command_began_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +64,23 @@ async def test_what_was_refused_since_the_command_began_is_named_once(capsys: py
 
     await Place(refusal(51.0, *(f"{letter}.example" for letter in "abcde"), port=0)).tell()
     assert "c.example (rules) and 2 more;" in capsys.readouterr().err
+
+
+async def test_what_is_told_late_of_one_that_was_refused_before_is_waited_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Late(Place):
+        looks = 0
+
+        async def events(self, after: str, **more: Any) -> AsyncIterator[Event]:
+            self.looks += 1
+            yield refusal(49.0, "early.example")
+            if self.looks == 2:
+                yield refusal(51.0, "late.example")
+
+    await Late().tell()
+
+    assert "refused meanwhile: late.example:443 (rules); " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("reason", "says"), [("private", "only the operator does"), ("rate", "too much at once")])

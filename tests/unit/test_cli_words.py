@@ -33,7 +33,7 @@ def test_what_is_offered_nowhere_is_taken_and_told_to_nobody() -> None:
     assert completion.one_of(*completion.SUBSTRATES)("f") == ["fullvm", "fncall"]
     assert completion.one_of(*completion.NETWORKS)("") == ["none", "proxied"]
     completion.check_words(["fake"], completion.SUBSTRATES, "--substrate")
-    with pytest.raises(typer.BadParameter, match="is none of none, proxied$"):
+    with pytest.raises(typer.BadParameter, match=r"is none of none, proxied$"):
         completion.check_words(["x"], completion.NETWORKS, "--network")
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dsec.wire.records import Sandbox
 
 _GATHERED_S: Final = 0.4  # a node tells of refusals a moment after the first
+_LATE_S: Final = 1.3  # of one that was refused something just before: it is told once a second
 _HINT_S: Final = 3.0
 _NAMED_MAX: Final = 3
 _BOUNDS: Final = frozenset(("connections", "memory", "rate", "more"))
@@ -77,12 +78,16 @@ async def tell_refused(client: AsyncClient, sandbox: AsyncSandbox, result: ExecR
             began = next((one.started_at for one in await sandbox.execs() if one.id == result.id), None)
             if began is None:
                 return
-            await asyncio.sleep(_GATHERED_S)
-            found = client.events("oldest", sandbox=sandbox.id, kinds=["egress_denied"], follow=False)
-            async with contextlib.aclosing(found) as events:
-                denied = [one async for event in events if event.at >= began for one in event.denied]
-            if denied:
-                say(clean(_refusal(sandbox, denied)))
+            for wait_s in (_GATHERED_S, _LATE_S):
+                await asyncio.sleep(wait_s)
+                found = client.events("oldest", sandbox=sandbox.id, kinds=["egress_denied"], follow=False)
+                async with contextlib.aclosing(found) as events:
+                    told = [event async for event in events]
+                if denied := [one for event in told if event.at >= began for one in event.denied]:
+                    say(clean(_refusal(sandbox, denied)))
+                    return
+                if not told:
+                    return
 
 
 def _refusal(sandbox: AsyncSandbox, denied: list[Denied]) -> str:

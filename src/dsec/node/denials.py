@@ -33,7 +33,7 @@ _GATHER_S: Final = 0.2  # what a program asks for at once is one event
 _QUIET_S: Final = 30.0  # after an event; doubled by each
 _QUIET_S_MAX: Final = 1_800.0
 _SHOWN: Final = 80  # characters of a target
-_LATE_S: Final = 1.0  # after the end of a command: what its last refusals take to be heard of here
+_LATE_S: Final = 1.5  # after the end of a command: what its last refusals take to be heard of here
 
 
 @dataclass(slots=True)
