@@ -55,9 +55,15 @@ def _regular(local: Path) -> os.stat_result:
     try:
         status = local.stat()
     except OSError as error:
-        raise InvalidArgumentError(f"{local} cannot be uploaded: {error.strerror}") from error
+        raise InvalidArgumentError(
+            f"{local} cannot be uploaded: {error.strerror}",
+            hint="it is a path of this machine, from here or whole, that you may read",
+        ) from error
     if not stat.S_ISREG(status.st_mode):
-        raise InvalidArgumentError(f"{local} is neither a file nor a directory")
+        raise InvalidArgumentError(
+            f"{local} is neither a file nor a directory",
+            hint="what it holds comes by standard input: dsec cp - SANDBOX:PATH",
+        )
     return status
 
 
