@@ -160,8 +160,20 @@ async def test_what_cannot_be_uploaded_is_said(sb: dsec.AsyncSandbox, tmp_path: 
     os.mkfifo(tmp_path / "fifo")
 
     for name in ("missing", "fifo"):
-        with pytest.raises(errors.InvalidArgumentError):
+        with pytest.raises(errors.InvalidArgumentError) as told:
             await sb.upload(tmp_path / name, "/x")
+        assert told.value.hint
+
+
+async def test_a_download_that_has_no_place_here_says_what_would_be_one(sb: dsec.AsyncSandbox, tmp_path: Path) -> None:
+    await sb.files.write("/d/f", b"x")
+    (tmp_path / "file").write_bytes(b"")
+
+    for remote, local in (("/d/f", "missing/x"), ("/d", "file"), ("/d", "file/below"), ("/d/f", "file/below")):
+        with pytest.raises(errors.InvalidArgumentError) as told:
+            await sb.download(remote, tmp_path / local)
+        assert told.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # ---- ports ----

@@ -61,7 +61,9 @@ class Names:
                 return await self._write(Claim(place, holder, entry.revision))
             except _TakenError as error:
                 raise ConflictError(
-                    f"the name {name!r} is in use", hint="names are unique within a project", sandbox=error.sandbox
+                    f"the name {name!r} is in use",
+                    hint=f"choose another name, or end the sandbox that has it: `dsec rm {name}`",
+                    sandbox=error.sandbox,
                 ) from None
             except ConflictError:
                 continue  # somebody else has written it meanwhile

@@ -131,7 +131,11 @@ def _network(host: str, text: str) -> str:
         raise _refused(text, "is an IPv4 address in disguise", "write it as IPv4")
     for own, what in _NEVER:
         if network.version == own.version and network.subnet_of(own):  # type: ignore[arg-type]
-            raise _refused(text, f"is {what}, and never reached through the proxy")
+            raise _refused(
+                text,
+                f"is {what}, and never reached through the proxy",
+                "leave it out (the sandbox's own loopback needs no rule)",
+            )
     return str(network)
 
 

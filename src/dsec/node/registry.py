@@ -28,7 +28,9 @@ class Registry:
         holder = None if name is None else self._by_name.get((project, name))
         if holder is not None:
             raise ConflictError(
-                f"the name {name!r} is in use", hint="names are unique within a project", sandbox=holder
+                f"the name {name!r} is in use",
+                hint=f"choose another name, or end the sandbox that has it: `dsec rm {name}`",
+                sandbox=holder,
             )
 
     def check_member(self, project: str, spec: SandboxSpec) -> None:

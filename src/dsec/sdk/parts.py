@@ -102,7 +102,10 @@ def open_part(part: Path, *, resume: bool) -> int:
         os.close(file)
         raise ConflictError(f"{part} is being written by another download") from error
     except OSError as error:
-        raise InvalidArgumentError(f"{part.parent} cannot be written to: {error.strerror}") from error
+        raise InvalidArgumentError(
+            f"{part.parent} cannot be written to: {error.strerror}",
+            hint="name a directory of this machine that is there, and that you may write to",
+        ) from error
 
 
 async def arrived(files: AsyncFiles, part: str, local: LocalFile, *, user: str | None) -> int:

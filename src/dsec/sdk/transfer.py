@@ -195,7 +195,10 @@ async def download(
     if info.kind == "directory":
         return await _download_directory(transport, sandbox, remote, local, user, max_bytes, max_entries)
     if info.kind != "file":
-        raise InvalidArgumentError(f"{remote[:200]!r} is a {info.kind}; only files and directories can be downloaded")
+        raise InvalidArgumentError(
+            f"{remote[:200]!r} is a {info.kind}; only files and directories can be downloaded",
+            hint="a command in the sandbox can put what comes of it into a file",
+        )
     if below or await asyncio.to_thread(local.is_dir):
         # The caller's own spelling, never a name that the sandbox gave.
         local = local / PurePosixPath(remote).name

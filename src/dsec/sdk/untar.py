@@ -50,16 +50,20 @@ class _Member:
 class Unpacker:
     """Feed it the stream; `finish` when it is over. Blocking: run it in a thread.
 
-    Raises LimitError above `bytes_max` or `entries_max`, ProtocolError on what is no tar, StorageError on a failing
-    disk. What had been unpacked until then stays.
+    Raises InvalidArgumentError where no directory can be, LimitError above `bytes_max` or `entries_max`, ProtocolError
+    on what is no tar, StorageError on a failing disk. What had been unpacked until then stays.
     """
 
     def __init__(self, target: Path, *, bytes_max: int, entries_max: int) -> None:
-        target.mkdir(parents=True, exist_ok=True)
-        if not target.is_dir():
-            raise InvalidArgumentError(f"{target} is not a directory")
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            self._root = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"{target} cannot be a directory to write to: {error.strerror}",
+                hint="name one of this machine that you may write to, or a path where nothing is yet",
+            ) from error
         self.result = Unpacked()
-        self._root = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._bytes_max, self._entries_max = bytes_max, entries_max
         self._read = 0
         self._modes: dict[bytes, tuple[int, int]] = {}  # of directories, set at the end: they may be read-only
