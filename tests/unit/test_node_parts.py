@@ -84,6 +84,13 @@ def test_more_memory_than_one_could_ever_use_is_refused_for_good(overcommit: flo
     assert (refused.retry_after_s, refused.detail) == (None, {"never": True})
 
 
+def test_what_a_sandbox_has_by_default_is_promised_on_the_smallest_machine() -> None:
+    small = replaced(memory_overcommit=200.0, memory_promised_bytes=0, memory_total_bytes=GIB // 2)
+
+    assert refusal(msgspec.structs.replace(FAKE_SPEC, memory_bytes=GIB), small) is None
+    assert refusal(msgspec.structs.replace(FAKE_SPEC, memory_bytes=GIB + 1), small) is not None
+
+
 def test_overcommit_multiplies_the_memory() -> None:
     full = replaced(memory_promised_bytes=4 * GIB)
 

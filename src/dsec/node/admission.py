@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsec.core import limits
 from dsec.core.errors import CapacityError
 from dsec.core.spec import SandboxSpec
 from dsec.core.units import format_size
@@ -34,8 +35,9 @@ def memory_promised_max(total_bytes: int, overcommit: float) -> int:
 
 
 def memory_one_max(total_bytes: int, overcommit: float) -> int:
-    """How much memory one sandbox may be promised: with more than there is in all it could do nothing."""
-    return min(total_bytes, memory_promised_max(total_bytes, overcommit))
+    """How much memory one sandbox may be promised: with more than there is in all it could do nothing. What a sandbox has
+    by default is promised on the smallest machine, too."""
+    return min(max(total_bytes, limits.GIB), memory_promised_max(total_bytes, overcommit))
 
 
 def refusal(spec: SandboxSpec, room: Room) -> CapacityError | None:
