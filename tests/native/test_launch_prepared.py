@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,72 @@ def test_one_whose_process_ends_just_before_it_is_told_its_order_says_so(host: H
     launched = client.launch(plan)
     client.destroy(destroy_args(plan, launched))
     _assert_nothing_left(host)
+
+
+@pytest.mark.parametrize("what", ["socket", "upper", "work", "directory", "cgroup"])
+def test_one_that_somebody_has_damaged_says_so_and_the_launch_is_made_from_nothing(
+    host: Host, client: LaunchClient, what: str
+) -> None:
+    plan = _prepared(host, client)
+    assert plan.cgroup2 is not None
+    worker, cgroup = _worker(host, plan), Path(plan.cgroup2) / "work"
+    wait_for(lambda: Path(f"/proc/{worker}/syscall").read_text().split()[0] in POLLS)  # it waits for an order
+    directory = Path(plan.directory)
+    damaged = {"socket": Path(plan.socket), "cgroup": cgroup, "directory": directory}.get(what, directory / what)
+    if what == "socket":
+        damaged.unlink()
+    elif what == "cgroup":
+        damaged.rmdir()
+    else:
+        shutil.rmtree(damaged)
+
+    with pytest.raises(LaunchRefusedError) as caught:
+        client.launch(plan)
+
+    assert caught.value.failure.errno is None  # as of whatever died: nodes launch it again
+    assert str(damaged) in caught.value.failure.detail
+    _assert_nothing_left(host)
+    launched = client.launch(plan)
+    assert ask(plan, "echo here").startswith("here\n")
+    client.destroy(destroy_args(plan, launched))
+    _assert_nothing_left(host)
+
+
+@pytest.mark.parametrize("way", ["free", "kept", "set"])
+@pytest.mark.parametrize("allowed", ["0", "all"])
+def test_it_runs_where_one_made_from_nothing_does(tmp_path: Path, image: Path, way: str, allowed: str) -> None:
+    """Whatever the launcher itself is kept to: by its own mask, or by a cpuset that is not its sandboxes'."""
+    if "cpuset" not in wire.CGROUP1:
+        pytest.skip("no cpusets of version 1")
+    top = Path("/sys/fs/cgroup/cpuset")
+    every = (top / "cpuset.cpus").read_text().strip()
+    with wire.running_host(tmp_path / "host") as host:
+        client = host.start()
+        client.call("layer_mount", LayerMount(digest="image", kind="directory", meta=str(image)))
+        assert host.process is not None
+        if way == "kept":
+            os.sched_setaffinity(host.process.pid, {max(os.sched_getaffinity(0))})
+        elif way == "set":
+            narrow = top / host.cgroup_name / "narrow"
+            narrow.mkdir()
+            (narrow / "cpuset.cpus").write_text("0")
+            (narrow / "cpuset.mems").write_text((top / "cpuset.mems").read_text())
+            (narrow / "cgroup.procs").write_text(str(host.process.pid))
+        seen = []
+        for prepares in (False, True):
+            plan = host.plan()
+            files = dict(plan.cgroup1_files["cpuset"], **{"cpuset.cpus": every if allowed == "all" else "0"})
+            wanted = msgspec.structs.replace(plan, cgroup1_files=plan.cgroup1_files | {"cpuset": files})
+            if prepares:
+                client.call("prepare", plan)
+                _new_process(plan)
+            launched = client.launch(wanted)
+            seen.append(os.sched_getaffinity(launched.pid))
+            client.destroy(destroy_args(plan, launched))
+        if way == "set":
+            (top / "cgroup.procs").write_text(str(host.process.pid))
+
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("way", ["destroyed", "daemon"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -154,6 +155,19 @@ async def test_one_whose_process_was_killed_is_not_missed(place: Place, client: 
 
     async with await client.create(ENVIRONMENT) as sandbox:
         assert (await sandbox.exec("echo works")).stdout == "works\n"
+
+
+async def test_one_that_somebody_has_damaged_is_not_missed_and_the_log_says_what(
+    place: Place, client: AsyncClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in await _filled(place, client):
+        (place.run / "sb" / f"{name}.sock").unlink()
+        shutil.rmtree(place.state / "sandboxes" / name)
+
+    async with await client.create(ENVIRONMENT) as sandbox:
+        assert (await sandbox.exec("echo works")).stdout == "works\n"
+
+    assert "what was made ahead was of no use" in capsys.readouterr().err
 
 
 async def test_none_outlives_its_node(place: Place) -> None:

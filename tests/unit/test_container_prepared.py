@@ -97,6 +97,12 @@ class Pool:
         self.prepared.finish(plan)
         return taken
 
+    async def settled(self) -> None:
+        """Whatever was to be made is there, and whatever was to go has gone."""
+        filling = self.prepared._filling
+        if filling is not None:
+            await asyncio.wait([filling])
+
     async def filled(self) -> None:
         await eventually(lambda: len(self.prepared) == self.wanted)
 
@@ -140,10 +146,58 @@ async def test_what_does_not_serve_is_removed_and_its_ids_are_free_again() -> No
 
     assert pool.create(msgspec.structs.replace(PLAN, shm_bytes=1 << 20)) is None
 
-    await pool.filled()
+    await eventually(lambda: len(pool.launcher.of(LaunchOp.PREPARE)) == 2)
     assert [args.sandbox for args in pool.launcher.of(LaunchOp.DESTROY)] == ["sbx_1"]
     assert pool.launcher.of(LaunchOp.PREPARE)[-1].shm_bytes == 1 << 20
     await eventually(lambda: 1 in pool.ids.free)
+    await pool.prepared.close()
+
+
+def _shapes(count: int) -> list[LaunchPlan]:
+    return [msgspec.structs.replace(PLAN, shm_bytes=(number + 1) << 20) for number in range(count)]
+
+
+async def test_who_asks_for_two_shapes_in_turn_finds_both() -> None:
+    pool = Pool()
+    shapes = _shapes(2)
+    for shape in shapes:
+        pool.create(shape)
+        await pool.settled()
+
+    for _ in range(10):
+        for shape in shapes:
+            taken = pool.create(shape)
+            assert taken is not None
+            assert taken.shm_bytes == shape.shm_bytes
+            await pool.settled()
+
+    # Two for the first that came, of which the other shape has taken the place of one.
+    assert len(pool.launcher.of(LaunchOp.DESTROY)) == 1
+    await pool.prepared.close()
+
+
+async def test_for_ever_other_shapes_it_soon_stops_and_goes_on_with_what_is_of_use() -> None:
+    pool = Pool()
+    for shape in _shapes(40):
+        assert pool.create(shape) is None
+        await pool.settled()
+
+    assert (len(pool.launcher.of(LaunchOp.PREPARE)), len(pool.launcher.of(LaunchOp.DESTROY))) == (6, 4)
+    for _ in range(10):
+        assert pool.create(pool.launcher.of(LaunchOp.PREPARE)[5]) is not None
+        await pool.settled()
+    await pool.prepared.close()
+
+
+async def test_they_are_replaced_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared_module, "_UNUSED_S", 0.0)
+    pool = Pool()
+
+    for shape in _shapes(20):
+        pool.create(shape)
+        await pool.settled()
+
+    assert len(pool.launcher.of(LaunchOp.DESTROY)) == 19
     await pool.prepared.close()
 
 

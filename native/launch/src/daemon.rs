@@ -81,7 +81,7 @@ impl Setting<'_> {
             filter_agent,
             sysfs,
             lobby: self.sysfs.lobby(),
-            processors: unchanged().unwrap_or(ProcessorSet::ALL),
+            processors: unchanged().unwrap_or(ProcessorSet::ALL), // of a worker: it is tried there
             view: Shown::nothing(),
             config: Vec::new(),
             fail_step: None,

@@ -23,6 +23,8 @@ pub enum Error {
     Hook,
     /// The new process ended without a word.
     Vanished,
+    /// Somebody else has taken away what was made ahead.
+    Damaged(String),
     /// The new process reported this failure of its own step.
     Inside {
         step: String,
@@ -41,6 +43,9 @@ impl fmt::Display for Error {
             Error::Refused { why, .. } => out.write_str(why),
             Error::Hook => out.write_str("test hook"),
             Error::Vanished => out.write_str("the process ended before it became the agent"),
+            Error::Damaged(what) => {
+                write!(out, "{what}, which was made ahead, is not there any more")
+            }
             Error::Inside { detail, .. } => out.write_str(detail),
         }
     }
@@ -63,7 +68,7 @@ impl Error {
             Error::Invalid(_) => Some(libc::EINVAL),
             Error::Refused { errno, .. } => Some(*errno),
             Error::Hook => Some(libc::EIO),
-            Error::Vanished => None,
+            Error::Vanished | Error::Damaged(_) => None,
             Error::Inside { errno, .. } => (*errno != 0).then_some(*errno),
         }
     }

@@ -13,7 +13,7 @@ use crate::steps::check::{check, IDS_PER_SANDBOX};
 use crate::steps::inside::{self, Inside};
 use crate::steps::volumes::{self, Volume};
 use crate::steps::{root, state, view, Clock, Job, Step};
-use crate::system::System;
+use crate::system::{Access, System};
 use crate::undo::{Made, Undo};
 use crate::wire::{LaunchFailure, LaunchPlan, Launched};
 
@@ -270,12 +270,33 @@ pub fn catch_up<'a>(
     clock: &mut Clock,
 ) -> Result<(Vec<view::Cover>, Copies<'a>)> {
     on_host(system, job, &begun.own, || {
+        still_there(system, job.plan, &begun.holder)?;
         clock.begin(Step::Cgroups)?;
         cgroups::set_again(system, job.plan, before)?;
         clock.begin(Step::Clone)?;
         let covers = view::collect(system, &job.view.sources)?;
         Ok((covers, Copies::take(system, job, &begun.holder)?))
     })
+}
+
+/// It may have waited for hours. Without its socket or `work/` it would come to be, and nobody could use it.
+fn still_there(system: &dyn System, plan: &LaunchPlan, holder: &Path) -> Result<()> {
+    let cgroup2 = plan.cgroup2.iter().map(|path| Path::new(path).join("work"));
+    let cgroup1 = plan.cgroup1.values().map(PathBuf::from);
+    let own = [
+        PathBuf::from(&plan.socket),
+        holder.join("upper"),
+        holder.join("work"),
+    ];
+    own.into_iter()
+        .chain(cgroup2)
+        .chain(cgroup1)
+        .try_for_each(|path| match system.open(&path, Access::Path) {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR)) => {
+                Err(Error::Damaged(path.display().to_string()))
+            }
+            other => other.map(drop).doing_to("look for", &path),
+        })
 }
 
 /// The new process, as seen from here.

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::result::{check, check_long};
+use crate::result::check;
 
 /// Processors that can be named: as many as the C library's own sets have.
 pub const PROCESSORS_MAX: usize = 1024;
@@ -72,14 +72,16 @@ pub fn allowed() -> io::Result<ProcessorSet> {
     Ok(set)
 }
 
-/// What to ask for so that the calling thread may run where it may now: those that are brought online later are among them,
-/// unless it has been kept to some.
+/// What the calling thread has asked for, as far as that shows: all, unless it may run on less than its cpuset has. It is
+/// tried, since the kernel tells only what both allow, and who begins here may go on in another cpuset.
 pub fn unchanged() -> io::Result<ProcessorSet> {
     let here = allowed()?;
-    // SAFETY: no pointers.
-    let online = check_long(unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) })?;
-    let kept = here.count() < usize::try_from(online).unwrap_or(usize::MAX);
-    Ok(if kept { here } else { ProcessorSet::ALL })
+    restrict(&ProcessorSet::ALL)?;
+    if allowed()? == here {
+        return Ok(ProcessorSet::ALL);
+    }
+    restrict(&here)?;
+    Ok(here)
 }
 
 /// From now on the calling thread, and what it starts, runs on these only.

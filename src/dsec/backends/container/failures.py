@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dsec.backends.container.launcher import LauncherRefusal
 from dsec.core.errors import DeadlineError, DsecError, LaunchError, Outcome
+from dsec.observe.logs import get_logger
 from dsec.wire.launch import LaunchFailure, LaunchPlan
+
+log = get_logger(__name__)
 
 # Steps that mount on what the image has, and what they meet where it has a link or a file instead.
 _IMAGE_STEPS = frozenset({"etc", "binds", "proc", "mounts"})
@@ -41,8 +44,12 @@ def has_forgotten(failure: LaunchFailure) -> bool:
 
 
 def was_bad(plan: LaunchPlan, failure: LaunchFailure) -> bool:
-    """What was prepared for it has died, or its worker has: nothing of it is left, and it can be made from nothing."""
-    return bool(plan.named) and failure.errno is None
+    """What was prepared for it has died or been damaged, or its worker has died: nothing of it is left, and it can be
+    made from nothing. Tells of it."""
+    bad = bool(plan.named) and failure.errno is None
+    if bad:
+        log.warning("what was made ahead was of no use", name=plan.sandbox, sandbox=plan.named, why=failure.detail)
+    return bad
 
 
 def is_taken_back(plan: LaunchPlan, failure: LaunchFailure) -> bool:

@@ -2,7 +2,7 @@
 
 A create takes one, and only has to make its tree and start its agent. They hold no layer and no agent, so one fits
 nearly every create, and they cost little; the launcher drops them with the node's connection. They are made when no
-create has been under way for a moment, each for the shape that was asked for last.
+create has been under way for a moment, for the shapes of the last creates.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ log = get_logger(__name__)
 _QUIET_S: Final = 0.05  # after a create its caller uses the sandbox, and would share the machine with this
 _FAILED_S: Final = 30.0  # after one that could not be made
 _REMOVE_S: Final = 20.0
+_UNUSED_MAX: Final = 4  # that others replace, beyond those that were of use: what comes next cannot be told then
+_UNUSED_S: Final = 30.0  # before others are replaced again
 
 # Of whoever asked last nothing is in what is made for the next.
 _OF_NOBODY: Final[dict[str, Any]] = {
@@ -58,7 +60,9 @@ class PreparedContainers:
         self._launcher = launcher
         self._boot_id = boot_id
         self._ready: deque[tuple[int, LaunchPlan]] = deque()  # with the connection that has asked for it
-        self._pattern: LaunchPlan | None = None
+        self._asked: deque[LaunchPlan] = deque(maxlen=max(wanted, 1))  # what the last creates were of
+        self._unused = 0
+        self._unused_until = 0.0
         self._creating = 0
         self._filling: asyncio.Task[None] | None = None
         self._under_way: set[asyncio.Task[None]] = set()
@@ -86,8 +90,8 @@ class PreparedContainers:
         """It is over; it was of `plan`, if it came as far. What is missing is made later."""
         self._creating -= 1
         if plan is not None and _is_plain(plan):
-            self._pattern = plan
-        wanted = self._pattern is not None and self._wanted and self.is_known
+            self._asked.append(msgspec.structs.replace(plan, **_OF_NOBODY))
+        wanted = self._asked and self._wanted and self.is_known
         if wanted and not self._creating and not self._closed:
             self._filling = asyncio.get_running_loop().create_task(self._fill())
 
@@ -95,12 +99,13 @@ class PreparedContainers:
         """The plan under the names and ids of one that serves for it, which is the caller's from now on."""
         if not _is_plain(plan) or not self.is_known:
             return None  # what waits may serve the next
-        while self._ready:
-            connection, made = self._ready.popleft()
-            wanted = _under_names_of(made, plan)
-            if self._lives(connection) and serves(made, wanted):
-                return wanted
-            self._remove_later(made)
+        self._drop_ended()
+        for waiting in self._ready:
+            made = waiting[1]
+            if serves(made, plan):
+                self._ready.remove(waiting)
+                self._unused = max(0, self._unused - 1)
+                return _under_names_of(made, plan)
         return None
 
     def give_up(self, plan: LaunchPlan) -> None:
@@ -120,15 +125,54 @@ class PreparedContainers:
     async def _fill(self) -> None:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(max(_QUIET_S, self._failed_until - loop.time()))
-        while len(self._ready) < self._wanted and self._pattern is not None:
+        self._drop_ended()
+        while (pattern := self._missing()) is not None:
+            if len(self._ready) >= self._wanted and not self._drop_unused():
+                return
             # Not to be cut short: what the launcher has been told must be known here.
             try:
-                await asyncio.shield(self._track(self._make(self._pattern)))
+                await asyncio.shield(self._track(self._make(pattern)))
             except (DsecError, LauncherRefusal) as error:
                 self._failed_until = loop.time() + _FAILED_S
                 log.warning("a container could not be prepared", error=str(error))
                 return
             await asyncio.sleep(_QUIET_S / 10)  # others have their turn
+
+    def _missing(self) -> LaunchPlan | None:
+        """What the newest create was of for which nothing waits, if the next are of what the last were."""
+        return self._compare()[0]
+
+    def _compare(self) -> tuple[LaunchPlan | None, list[tuple[int, LaunchPlan]]]:
+        """The first that is missing, and those that wait for nobody of the last creates."""
+        asked = [*reversed(self._asked)]
+        others, missing = list(self._ready), None
+        for pattern in asked + asked[:1] * (self._wanted - len(asked)):
+            found = next((waiting for waiting in others if serves(waiting[1], pattern)), None)
+            if found is not None:
+                others.remove(found)
+            elif missing is None:
+                missing = pattern
+        return missing, others
+
+    def _drop_unused(self) -> bool:
+        """Makes room by the oldest that waits for nobody. False when it should stay: others would have no more use."""
+        now = asyncio.get_running_loop().time()
+        if self._unused >= _UNUSED_MAX:
+            if now < self._unused_until:
+                return False
+            self._unused = 0
+        self._unused += 1
+        self._unused_until = now + _UNUSED_S
+        oldest = self._compare()[1][0]
+        self._ready.remove(oldest)
+        self._remove_later(oldest[1])
+        return True
+
+    def _drop_ended(self) -> None:
+        """Those whose launcher, or the connection to it, has gone."""
+        for connection, made in [waiting for waiting in self._ready if not self._lives(waiting[0])]:
+            self._ready.remove((connection, made))
+            self._remove_later(made)
 
     async def _make(self, pattern: LaunchPlan) -> None:
         plan = self._named(pattern)
@@ -196,6 +240,7 @@ def serves(made: LaunchPlan, wanted: LaunchPlan) -> bool:
         and set(made.cgroup2_files) == set(wanted.cgroup2_files)
         and {c: set(files) for c, files in made.cgroup1_files.items()}
         == {c: set(files) for c, files in wanted.cgroup1_files.items()}
+        and set(made.sysctls) == set(wanted.sysctls)
         and made.masks == wanted.masks
         and made.readonly_proc == wanted.readonly_proc
         and made.shm_bytes == wanted.shm_bytes
