@@ -250,21 +250,18 @@ class Host:
             self.process.wait(timeout=60)
         subprocess.run([self.program, "--run", self.run, "--unpin"], check=True)
         for parent in self.cgroup_parents():
-            below = [path for path in sorted(parent.rglob("*"), reverse=True) if path.is_dir()]
-            for cgroup in [*below, parent]:
-                with contextlib.suppress(OSError):
-                    (cgroup / "cgroup.kill").write_text("1")
-                wait_for(partial(removed, cgroup))
+            wait_for(partial(removed, parent))
         shutil.rmtree(self.directory)
 
 
-def removed(cgroup: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            cgroup.rmdir()
-        except OSError:
-            return False
-    return True
+def removed(top: Path) -> bool:
+    """Tries it with all that is there now: workers of a launcher that was killed may still make and remove some."""
+    for directory, _, _ in os.walk(top, topdown=False):
+        with contextlib.suppress(OSError):
+            Path(directory, "cgroup.kill").write_text("1")
+        with contextlib.suppress(OSError):
+            Path(directory).rmdir()
+    return not top.exists()
 
 
 def destroy_args(plan: LaunchPlan, launched: Launched | None, **changes: Any) -> DestroyArgs:
