@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -222,3 +223,45 @@ async def test_what_is_left_when_all_that_knew_of_it_were_killed_goes_with_the_n
 
         async with await client.create(ENVIRONMENT):
             assert not any(path.exists() for path in (*left, socket))
+
+
+async def test_of_two_nodes_of_a_host_each_has_its_own(place: Place, small_store: Path) -> None:
+    with private_place(small_store, settings=PREPARED, id_dir=place.ids) as other:
+        for one in (place, other):
+            one.start_process()
+        async with AsyncClient(place.url) as client, AsyncClient(other.url) as others:
+            await place.ready(client)
+            await other.ready(others)
+            await _filled(place, client)
+            kept = await _filled(other, others)
+
+            place.kill_node()
+
+            await eventually(lambda: not cgroups(place))
+            assert cgroups(other) == kept
+            async with await others.create(ENVIRONMENT) as sandbox:
+                assert (await sandbox.exec("echo works")).stdout == "works\n"
+            place.start_process()
+            await place.ready(client)
+            await _filled(place, client)
+            for one in (place, other):
+                one.processes[-1].terminate()
+                assert one.processes[-1].wait(60) == 0
+                assert not cgroups(one)
+                assert not list((one.run / "sb").iterdir())
+
+
+async def test_many_at_once_find_some_made_ahead_and_all_work(small_store: Path) -> None:
+    with private_place(small_store, settings={"container": {"prepared": 16}}) as place:
+        async with served(place) as (_, client):
+            await (await client.create(ENVIRONMENT)).destroy()
+            await eventually(lambda: len(cgroups(place)) == 16)
+            ahead = cgroups(place)
+
+            made = await asyncio.gather(*(client.create(ENVIRONMENT) for _ in range(64)))
+
+            said = await asyncio.gather(*(sandbox.exec("echo works") for sandbox in made))
+            assert [one.stdout for one in said] == ["works\n"] * 64
+            assert len({pid for name in ahead for pid in _waiting(place, name) if _is_agent(pid)}) == 16
+            await asyncio.gather(*(sandbox.destroy() for sandbox in made))
+        assert not cgroups(place)
