@@ -215,16 +215,48 @@ def test_run_makes_a_sandbox_and_takes_it_away(cli: Command) -> None:
     cli("rm", "--all")
 
 
-def test_ctrl_c_kills_the_command(cli: Command, service: RunningService, sb: dsec.Sandbox) -> None:
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=lambda value: str(value),
+)
+def test_ctrl_c_and_what_ends_programs_kill_the_command(
+    cli: Command, service: RunningService, sb: dsec.Sandbox, number: int, status: int
+) -> None:
     process = subprocess.Popen([*DSEC, "exec", "box", "sleep", "1000"], env=service.environment, stderr=subprocess.PIPE)
     _until(lambda: any(e.state == "running" for e in sb.execs()))
 
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate(timeout=60)
 
-    assert process.returncode == 130
+    assert process.returncode == status
     assert b"Traceback" not in said
     _until(lambda: [e.cause for e in sb.execs()] == ["killed"])
+
+
+def test_a_run_that_is_ended_takes_its_sandbox_away(cli: Command, service: RunningService) -> None:
+    # As by timeout(1): what was made for this run alone is nobody's afterwards.
+    command = [*DSEC, "run", "--backend", "fake", "--", "sleep", "1000"]
+    process = subprocess.Popen(command, env=service.environment, stderr=subprocess.PIPE)
+    with dsec.Client(service.url) as client:
+        _until(lambda: [e for sandbox in client.list() for e in sandbox.execs() if e.state == "running"])
+
+    process.terminate()
+    process.communicate(timeout=60)
+
+    assert process.returncode == 143
+    assert cli.json("ls") == []
+
+
+def test_who_ignores_hangups_goes_on(cli: Command, service: RunningService, sb: dsec.Sandbox) -> None:
+    command = ["nohup", *DSEC, "exec", "-c", "box", "sleep 1; echo through"]
+    process = subprocess.Popen(command, env=service.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _until(lambda: any(e.state == "running" for e in sb.execs()))
+
+    process.send_signal(signal.SIGHUP)
+    out, _ = process.communicate(timeout=60)
+
+    assert (process.returncode, out) == (0, b"through\n")
 
 
 def test_a_detached_command_is_found_in_the_logs(cli: Command, sb: dsec.Sandbox) -> None:
@@ -395,6 +427,22 @@ def test_what_a_sandbox_says_does_not_steer_the_terminal_in_lists(cli: Command, 
     assert b"\x1b" not in cli("logs", "box")
 
 
+@pytest.mark.parametrize(
+    "arguments", [["ls"], ["completion", "bash"], ["help"], ["--help"], ["doctor", "--help"]], ids=" ".join
+)
+def test_output_that_nobody_reads_is_told_from_a_failure(service: RunningService, arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [*DSEC, *arguments], env=service.environment, stdout=writer, stderr=subprocess.PIPE, timeout=60
+        )
+    finally:
+        os.close(writer)
+
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_a_reader_that_goes_away_is_no_crash(cli: Command, service: RunningService, sb: dsec.Sandbox) -> None:
     process = subprocess.Popen(
         [*DSEC, "exec", "box", "yes"], env=service.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -407,6 +455,7 @@ def test_a_reader_that_goes_away_is_no_crash(cli: Command, service: RunningServi
     process.stderr.close()
     process.wait(60)
 
+    assert process.returncode == 141
     assert b"Traceback" not in said
     _until(lambda: all(e.state == "ended" for e in sb.execs()))
 

@@ -76,13 +76,49 @@ async def find_id(client: AsyncClient, name: str) -> str:
     return name if name.startswith("sbx_") else (await client.find(name)).id
 
 
+class EndedError(Exception):
+    """A signal that ends programs has come, and what was under way was ended as by Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by signal {number}")
+        self.signal = number
+
+
 def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Raises KeyboardInterrupt, or EndedError after SIGTERM or SIGHUP, once what was under way has been ended."""
+    whole = _until_ended(work)
     try:
         import asyncio  # 40 ms that `dsec --help` does not need
 
-        return asyncio.run(work)
+        return asyncio.run(whole)
     finally:
-        work.close()  # has no effect once it has run; Ctrl-C may come before it begins
+        for begun in (whole, work):
+            begun.close()  # has no effect once it has run; Ctrl-C may come before it begins
+
+
+async def _until_ended(work: Coroutine[Any, Any, T]) -> T:
+    import asyncio
+    import signal
+    import threading
+
+    task, loop, ended = asyncio.current_task(), asyncio.get_running_loop(), []
+
+    def end(number: int) -> None:
+        loop.remove_signal_handler(number)  # a second one does not wait
+        ended.append(number)
+        assert task is not None
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Under nohup(1) SIGHUP is ignored, and stays so.
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
+            loop.add_signal_handler(number, end, number)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if ended:
+            raise EndedError(ended[0]) from None
+        raise
 
 
 def for_each(

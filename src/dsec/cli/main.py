@@ -1,16 +1,20 @@
 """Entry of the `dsec` command: its parts, and what becomes of errors.
 
 Exit status: the command's own for `exec` and `run` (128 + n when signal n ended it), 124 when its timeout ended it,
-125 when dsec failed, 126 and 127 when the command cannot be run or is not there, 2 for wrong usage, 130 after Ctrl-C.
+125 when dsec failed, 126 and 127 when the command cannot be run or is not there, 2 for wrong usage, 130 after Ctrl-C,
+129 and 143 after SIGHUP and SIGTERM, 141 when who reads its output has gone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from dsec.cli import (
     calls,
@@ -43,7 +47,7 @@ from dsec.cli import (
     usage,
     volumes,
 )
-from dsec.cli.console import complain, fail, settings
+from dsec.cli.console import EndedError, complain, fail, settings
 from dsec.core.variables import unknown_variables
 
 if TYPE_CHECKING:
@@ -52,10 +56,37 @@ if TYPE_CHECKING:
 EXIT_USAGE: Final = 2
 EXIT_PLATFORM: Final = 125
 EXIT_INTERRUPTED: Final = 130
+EXIT_UNREAD: Final = 141  # as of a program that SIGPIPE has ended
 _STATUS: Final = {"not_executable": 126, "command_not_found": 127}  # as shells have it
+
+
+class _Root(TyperGroup):
+    """Typer itself ends with 1 when a pipe is closed, which looks as if the command inside had."""
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        with _unread():
+            return super().make_context(*args, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _unread():
+            return super().invoke(ctx)
+
+
+class _UnreadError(Exception):
+    """The reader of our output has gone (`dsec ls | head -1`)."""
+
+
+@contextlib.contextmanager
+def _unread() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise _UnreadError from error
+
 
 app = typer.Typer(
     name="dsec",
+    cls=_Root,
     help="Sandboxes for AI agents: create them, run commands in them, move files, throw them away.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -151,17 +182,23 @@ def main() -> None:
     from dsec.core.errors import DsecError
 
     try:
-        app(prog_name="dsec")  # also as `python -m dsec`
-    except DsecError as error:
-        fail(error)
-        raise SystemExit(_status(error)) from None
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(EXIT_INTERRUPTED) from None
-    except BrokenPipeError:
-        # The reader of our output has gone (`dsec ls | head -1`): nothing to say, and nobody to say it to.
-        sys.stdout = None
-        raise SystemExit(EXIT_PLATFORM) from None
+        try:
+            app(prog_name="dsec")  # also as `python -m dsec`
+        except DsecError as error:
+            fail(error)
+            raise SystemExit(_status(error)) from None
+        except EndedError as error:
+            raise SystemExit(128 + error.signal) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise SystemExit(EXIT_INTERRUPTED) from None
+        finally:
+            with _unread():
+                sys.stdout.flush()
+    except _UnreadError:
+        # Nothing to say, and nobody to say it to; nor is there at the end, when Python writes what is left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(EXIT_UNREAD) from None
 
 
 def _status(error: DsecError) -> int:

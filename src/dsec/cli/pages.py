@@ -20,7 +20,10 @@ EXITS: Final = {
     0: "done",
     2: "wrong usage: nothing was done",
     125: "dsec refused or failed, also where something is not there; the last line says what to try",
+    129: "SIGHUP: as after Ctrl-C, what was under way is ended first",
     130: "Ctrl-C",
+    141: "whoever reads its output has gone",
+    143: "SIGTERM: as after Ctrl-C, what was under way is ended first",
 }
 JSON: Final = (
     "With --json stdout has the answer alone, in one line: a record; for `ls` and what else lists, a list of records "

@@ -35,8 +35,8 @@ def memory_promised_max(total_bytes: int, overcommit: float) -> int:
 
 
 def memory_one_max(total_bytes: int, overcommit: float) -> int:
-    """How much memory one sandbox may be promised: with more than there is in all it could do nothing. What a sandbox
-    has by default is promised on the smallest machine, too."""
+    """How much memory one sandbox may be promised: with more than there is in all it could do nothing. What one has by
+    default is promised on the smallest machine, too."""
     return min(max(total_bytes, limits.GIB), memory_promised_max(total_bytes, overcommit))
 
 
