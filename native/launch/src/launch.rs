@@ -281,8 +281,8 @@ pub fn catch_up<'a>(
 
 /// It may have waited for hours. Without its socket or `work/` it would come to be, and nobody could use it.
 fn still_there(system: &dyn System, plan: &LaunchPlan, holder: &Path) -> Result<()> {
+    // The other cgroups hold the new process: nobody can remove them.
     let cgroup2 = plan.cgroup2.iter().map(|path| Path::new(path).join("work"));
-    let cgroup1 = plan.cgroup1.values().map(PathBuf::from);
     let own = [
         PathBuf::from(&plan.socket),
         holder.join("upper"),
@@ -290,7 +290,6 @@ fn still_there(system: &dyn System, plan: &LaunchPlan, holder: &Path) -> Result<
     ];
     own.into_iter()
         .chain(cgroup2)
-        .chain(cgroup1)
         .try_for_each(|path| match system.open(&path, Access::Path) {
             Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTDIR)) => {
                 Err(Error::Damaged(path.display().to_string()))
