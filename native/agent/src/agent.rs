@@ -98,7 +98,7 @@ impl Agent {
             .map_err(AgentError::at("waiting for connections"))?;
         let boot_id = new_boot_id();
         // What a machine has in its memory when it is cloned is shared, or loaded: no trial of each.
-        let is_untried = (setup.config.spare || setup.config.tries_out) && !has_machine;
+        let is_untried = setup.config.spare && !has_machine;
         Ok(Self {
             config: setup.config,
             own: setup.own,

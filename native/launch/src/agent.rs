@@ -69,7 +69,6 @@ pub fn config(plan: &LaunchPlan, filter_exec: Vec<u8>) -> Result<Vec<u8>> {
         no_new_privs: plan.no_new_privs,
         nofile: plan.nofile,
         spare: plan.spare,
-        tries_out: plan.tries_out,
         light: plan.light.then(|| light::left_out(plan)),
     };
     crate::wire::encode(&config)

@@ -80,7 +80,6 @@ pub fn plan() -> LaunchPlan {
         nofile: None,
         spare: false,
         named: String::new(),
-        tries_out: false,
         light: false,
         view: Some(ResourceView {
             cpus: 1,

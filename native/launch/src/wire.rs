@@ -265,8 +265,6 @@ pub struct LaunchPlan {
     #[serde(default)]
     pub named: String,
     #[serde(default)]
-    pub tries_out: bool,
-    #[serde(default)]
     pub light: bool,
     #[serde(default)]
     pub view: Option<ResourceView>,

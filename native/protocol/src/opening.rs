@@ -72,9 +72,6 @@ pub struct AgentConfig {
     /// It serves nobody yet: nothing runs before `claim` has said for whom.
     #[serde(default)]
     pub spare: bool,
-    /// It goes through the start of a command once it has been greeted, so that the first one finds all warm.
-    #[serde(default)]
-    pub tries_out: bool,
     /// What is still to be made, by the agent, before anything can miss it. None: all is there.
     #[serde(default)]
     pub light: Option<Light>,

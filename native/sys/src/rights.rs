@@ -135,14 +135,14 @@ pub(crate) fn raw_capset(sets: CapSets) -> libc::c_long {
 
 /// The bounding set of this process.
 pub fn bounding_set() -> u64 {
-    let mut set = 0;
-    for capability in 0..64 {
-        // SAFETY: no pointers; an unknown capability gives -1.
-        if unsafe { libc::prctl(libc::PR_CAPBSET_READ, capability, 0, 0, 0) } == 1 {
-            set |= 1 << capability;
-        }
-    }
-    set
+    // SAFETY: no pointers; of an unknown capability, and there is none above that, it gives -1.
+    let read = |capability: u64| unsafe { libc::prctl(libc::PR_CAPBSET_READ, capability, 0, 0, 0) };
+    (0..64u64)
+        .map(|capability| (capability, read(capability)))
+        .take_while(|(_, held)| *held >= 0)
+        .fold(0, |set, (capability, held)| {
+            set | u64::from(held == 1) << capability
+        })
 }
 
 pub fn set_groups(groups: &[u32]) -> io::Result<()> {

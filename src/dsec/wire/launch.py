@@ -71,7 +71,7 @@ class HelloAnswer(msgspec.Struct, frozen=True):
     no_live_view: str | None = None  # why no live view of resources can be given just now
     light: bool = False  # it knows plans that are `light`
     keeps_cgroups: bool = False  # it knows `cgroup1_from` and `cgroup1_to`
-    prepares: bool = False  # it knows `prepare`, and of plans `named` and `tries_out`
+    prepares: bool = False  # it knows `prepare`, and of plans `named`
 
 
 class ArgRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -214,7 +214,6 @@ class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     nofile: int | None = None
     spare: bool = False  # the agent serves nobody until it is told whom
     named: str = ""  # what the agent is to call itself, where that is not `sandbox`: it was prepared for nobody yet
-    tries_out: bool = False  # the agent goes through the start of a command once it has been greeted
     light: bool = False  # network, ipc and terminals are made when something is first done in it
     view: ResourceView | None = None  # None: the whole machine is shown
     volumes: list[VolumeBind] = []

@@ -44,7 +44,6 @@ _OF_NOBODY: Final[dict[str, Any]] = {
     "devices": [],
     "binds": [],
     "named": "",
-    "tries_out": False,
 }
 
 Named = Callable[[LaunchPlan], LaunchPlan]
@@ -262,5 +261,4 @@ def _under_names_of(made: LaunchPlan, plan: LaunchPlan) -> LaunchPlan:
         socket=made.socket,
         cgroup2=made.cgroup2,
         cgroup1=made.cgroup1,
-        tries_out=True,
     )
