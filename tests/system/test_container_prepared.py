@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from dsec.core.errors import LaunchError
+from dsec.observe.logs import configure_logs
 from dsec.sdk.client import AsyncClient
 from dsec.testing.waiting import eventually
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
@@ -158,8 +160,16 @@ async def test_one_whose_process_was_killed_is_not_missed(place: Place, client: 
         assert (await sandbox.exec("echo works")).stdout == "works\n"
 
 
+@pytest.fixture
+def logs() -> Iterator[io.StringIO]:
+    stream = io.StringIO()
+    configure_logs(level="warning", form="json", stream=stream)
+    yield stream
+    configure_logs(level="warning")
+
+
 async def test_one_that_somebody_has_damaged_is_not_missed_and_the_log_says_what(
-    place: Place, client: AsyncClient, capsys: pytest.CaptureFixture[str]
+    place: Place, client: AsyncClient, logs: io.StringIO
 ) -> None:
     for name in await _filled(place, client):
         (place.run / "sb" / f"{name}.sock").unlink()
@@ -168,7 +178,7 @@ async def test_one_that_somebody_has_damaged_is_not_missed_and_the_log_says_what
     async with await client.create(ENVIRONMENT) as sandbox:
         assert (await sandbox.exec("echo works")).stdout == "works\n"
 
-    assert "what was made ahead was of no use" in capsys.readouterr().err
+    assert "what was made ahead was of no use" in logs.getvalue()
 
 
 async def test_none_outlives_its_node(place: Place) -> None:
