@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import random
 import shutil
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from dsec.binaries import find_binary
+from dsec.observe.logs import configure_logs
 
 if TYPE_CHECKING:
     from dsec.testing.nats_servers import NatsServers
@@ -112,3 +114,12 @@ def _mounts_below(path: Path) -> list[str]:
     lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     points = [line.split(" ")[4] for line in lines]
     return [point for point in points if point == str(path) or point.startswith(f"{path}/")]
+
+
+@pytest.fixture
+def logs() -> Iterator[io.StringIO]:
+    """All that is logged meanwhile, as JSON."""
+    stream = io.StringIO()
+    configure_logs(level="debug", form="json", stream=stream)
+    yield stream
+    configure_logs(level="warning")

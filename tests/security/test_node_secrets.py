@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from dsec.backends.fake.host import FakeHost
 from dsec.core.errors import DsecError
 from dsec.core.ids import new_exec_id
-from dsec.observe.logs import configure_logs
 from dsec.testing.nodes import FAKE_SPEC, NodeClient, crash, fake_node, make_fake_node
 from dsec.wire import records
 from dsec.wire.codec import pack
@@ -19,14 +17,6 @@ from dsec.wire.errors import body_of
 from dsec.wire.node import ExecStart, Method
 
 CANARY = "canary-7f3a9c51e2"
-
-
-@pytest.fixture
-def logs() -> Iterator[io.StringIO]:
-    stream = io.StringIO()
-    configure_logs(level="debug", form="json", stream=stream)
-    yield stream
-    configure_logs(level="warning")
 
 
 async def start(client: NodeClient, sandbox: str, **fields: object) -> records.ExecAnswer:

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from dsec.core.errors import LaunchError
-from dsec.observe.logs import configure_logs
 from dsec.sdk.client import AsyncClient
 from dsec.testing.waiting import eventually
 from tests.system.container_place import ENVIRONMENT, Place, private_place, served
@@ -158,14 +157,6 @@ async def test_one_whose_process_was_killed_is_not_missed(place: Place, client: 
 
     async with await client.create(ENVIRONMENT) as sandbox:
         assert (await sandbox.exec("echo works")).stdout == "works\n"
-
-
-@pytest.fixture
-def logs() -> Iterator[io.StringIO]:
-    stream = io.StringIO()
-    configure_logs(level="warning", form="json", stream=stream)
-    yield stream
-    configure_logs(level="warning")
 
 
 async def test_one_that_somebody_has_damaged_is_not_missed_and_the_log_says_what(

@@ -90,7 +90,7 @@ pub fn restrict(processors: &ProcessorSet) -> io::Result<()> {
 }
 
 /// As `restrict`, another thread.
-pub fn restrict_thread(thread: i32, processors: &ProcessorSet) -> io::Result<()> {
+fn restrict_thread(thread: i32, processors: &ProcessorSet) -> io::Result<()> {
     // SAFETY: the kernel reads at most the given number of bytes of the set, which is plain numbers.
     check(unsafe {
         libc::syscall(

@@ -57,6 +57,12 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.base, *([self.workspace] if self.workspace else []), *self.toolkits)
 
 
+def check_workspace(name: str | None) -> None:
+    """Of what is asked for: what is stored of before may have one without a name, which is none."""
+    if name == "":
+        raise InvalidArgumentError("the workspace has no name", hint="leave it out, or name one: NAME or NAME:TAG")
+
+
 class ReadyProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """When a started sandbox is ready: exactly one of a program or shell text that exits with 0, and a TCP port of its
     localhost that accepts. Tried every `interval_s` until it is so, for at most `timeout_s`."""

@@ -9,7 +9,7 @@ import msgspec
 
 from dsec.core.errors import InvalidArgumentError
 from dsec.core.references import parse_reference, parse_tagged
-from dsec.core.spec import Environment
+from dsec.core.spec import Environment, check_workspace
 from dsec.wire.environments import Role
 
 _LAYER: Final = re.compile(r"[0-9a-f]{12,64}\Z")
@@ -42,8 +42,7 @@ class ComposeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def __post_init__(self) -> None:
         parse_tagged(self.name)
-        if self.of.workspace == "":
-            raise InvalidArgumentError("the workspace has no name", hint="leave it out, or name one: NAME or NAME:TAG")
+        check_workspace(self.of.workspace)
 
 
 class CollapseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

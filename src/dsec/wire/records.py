@@ -14,7 +14,7 @@ from dsec.core import limits
 from dsec.core.egress import plain_egress
 from dsec.core.errors import InvalidArgumentError, LimitError
 from dsec.core.ids import parse_exec_id, parse_name
-from dsec.core.spec import SandboxSpec, check_env, check_path
+from dsec.core.spec import SandboxSpec, check_env, check_path, check_workspace
 
 _NUMBER_MAX = (1 << 64) - 1  # of msgpack, and of the kernel's limits, to which it means "none"
 
@@ -106,8 +106,7 @@ class CreateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         _check_queue_s(self.queue_s)
         if self.snapshot is not None:
             parse_name(self.snapshot, "snapshot name")
-        if self.spec.environment.workspace == "":  # here, since what is stored of before may have it
-            raise InvalidArgumentError("the workspace has no name", hint="leave it out, or name one: NAME or NAME:TAG")
+        check_workspace(self.spec.environment.workspace)
         if self.given is not msgspec.UNSET:
             for name in self.given:
                 if name not in SandboxSpec.__struct_fields__:

@@ -125,8 +125,9 @@ class PreparedContainers:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(max(_QUIET_S, self._failed_until - loop.time()))
         self._drop_ended()
-        while (pattern := self._missing()) is not None:
-            if len(self._ready) >= self._wanted and not self._drop_unused():
+        while True:
+            pattern, unused = self._compare()
+            if pattern is None or (len(self._ready) >= self._wanted and not self._replace(unused[0])):
                 return
             # Not to be cut short: what the launcher has been told must be known here.
             try:
@@ -137,12 +138,9 @@ class PreparedContainers:
                 return
             await asyncio.sleep(_QUIET_S / 10)  # others have their turn
 
-    def _missing(self) -> LaunchPlan | None:
-        """What the newest create was of for which nothing waits, if the next are of what the last were."""
-        return self._compare()[0]
-
     def _compare(self) -> tuple[LaunchPlan | None, list[tuple[int, LaunchPlan]]]:
-        """The first that is missing, and those that wait for nobody of the last creates."""
+        """What the newest create was of for which nothing waits, if the next are of what the last were; and those that
+        wait for none of these, the oldest first."""
         asked = [*reversed(self._asked)]
         others, missing = list(self._ready), None
         for pattern in asked + asked[:1] * (self._wanted - len(asked)):
@@ -153,8 +151,8 @@ class PreparedContainers:
                 missing = pattern
         return missing, others
 
-    def _drop_unused(self) -> bool:
-        """Makes room by the oldest that waits for nobody. False when it should stay: others would have no more use."""
+    def _replace(self, unused: tuple[int, LaunchPlan]) -> bool:
+        """Makes room by one that waits for nobody. False when it should stay: others would have no more use."""
         now = asyncio.get_running_loop().time()
         if self._unused >= _UNUSED_MAX:
             if now < self._unused_until:
@@ -162,9 +160,8 @@ class PreparedContainers:
             self._unused = 0
         self._unused += 1
         self._unused_until = now + _UNUSED_S
-        oldest = self._compare()[1][0]
-        self._ready.remove(oldest)
-        self._remove_later(oldest[1])
+        self._ready.remove(unused)
+        self._remove_later(unused[1])
         return True
 
     def _drop_ended(self) -> None:
